@@ -25,9 +25,9 @@ from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.short_runs import assert_close_by_name, run_steps
 from fsdp_core.testing.state import (
     assert_sharded,
+    count_local_elements,
     full_optimizer_state,
     full_state,
-    held_by,
     local,
     sharded_by,
     trained_by,
@@ -179,11 +179,11 @@ def test_fabric_equals_plain(ranks: RankPool, way: str, accumulate: int) -> None
 # -- what each of them does --------------------------------------------------------------------------------------------
 
 
-def count_local_elements(way: str) -> int:
+def _local_elements(way: str) -> int:
     world_size, options = WAYS[way]
     net = oracle.new_net()
     fabric, *_ = set_up(options(net), net=net, world_size=world_size)
-    return held_by(sharded_by(fabric.strategy).root.parameters())
+    return count_local_elements(sharded_by(fabric.strategy).root.parameters())
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def count_local_elements(way: str) -> int:
 )
 def test_share_of_each_rank(ranks: RankPool, way: str, replicas: int) -> None:
     total = sum(p.numel() for p in oracle.new_net().parameters())
-    elements = ranks.run(WAYS[way][0], count_local_elements, way)
+    elements = ranks.run(WAYS[way][0], _local_elements, way)
     assert_sharded(elements, total * replicas)
 
 

@@ -37,7 +37,7 @@ from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, Block, Trained
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.short_runs import assert_trained_alike, fit_module
-from fsdp_core.testing.state import full_state, held_by, sharded_by, trained_by
+from fsdp_core.testing.state import count_local_elements, full_state, sharded_by, trained_by
 from fsdp_core.testing.training import Lit, fit, loader, means, new_fabric, new_trainer
 from fsdp_cuda_native import DDPFullyShardedNativeStrategy, DDPFullyShardedStrategy
 from fsdp_cuda_native.fabric import NativeFSDPStrategy
@@ -221,7 +221,7 @@ class CallsSteps(pl.Callback):
         self.found = {
             "said": said,
             "left alone": before == [(p.data_ptr(), p.shape) for p in root.parameters()],
-            "held": held_by(p for p in root.parameters() if p.ndim),
+            "held": count_local_elements(p for p in root.parameters() if p.ndim),
             "model": (isinstance(strategy.model, FullyShardedDataParallel), strategy.lightning_module is module),
             "devices": {str(p.device) for p in root.parameters()},
             "optimizers": len(strategy.optimizers),

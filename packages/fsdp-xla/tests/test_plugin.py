@@ -45,7 +45,7 @@ def test_all_options_are_listed(monkeypatch: pytest.MonkeyPatch, name: str) -> N
             if parameter.kind is not parameter.VAR_KEYWORD:
                 taken.add(parameter.name)
     assert {option.name for option in fsdp_core.describe(name).options} == taken
-    assert "spmd" in name or taken > set(XLAFSDPOptions.names_passed_on())
+    assert "spmd" in name or taken > set(XLAFSDPOptions.wrapper_argument_names())
 
 
 #: What others' options may say, and what is refused of them, each with words of its line.

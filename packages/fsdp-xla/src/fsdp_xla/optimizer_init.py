@@ -32,30 +32,30 @@ class FirstSteps:
 
     def __init__(self, zeros: Callable[[Tensor], Tensor | None]) -> None:
         self._zeros = zeros
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._stepped_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     @contextmanager
     def replace_zeros(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """A context for an optimizer's step. At the first step, it replaces the zeros of new state."""
-        if optimizer in self._optimizers:
+        if optimizer in self._stepped_optimizers:
             yield
             return
-        self._optimizers.add(optimizer)
-        parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        with _Zeros(parameters, self._zeros):
+        self._stepped_optimizers.add(optimizer)
+        parameter_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        with _ReplacedZeros(parameter_ids, self._zeros):
             yield
 
 
-class _Zeros(TorchFunctionMode):
-    def __init__(self, parameters: set[int], zeros: Callable[[Tensor], Tensor | None]) -> None:
+class _ReplacedZeros(TorchFunctionMode):
+    def __init__(self, parameter_ids: set[int], zeros: Callable[[Tensor], Tensor | None]) -> None:
         super().__init__()
-        self._parameters, self._zeros = parameters, zeros
+        self._parameter_ids, self._zeros = parameter_ids, zeros
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         # Zeros that a closure's forward pass creates are not replaced: they are like activations, not like parameters.
-        is_state = func is torch.zeros_like and len(args) == 1 and id(args[0]) in self._parameters
+        is_state = func is torch.zeros_like and len(args) == 1 and id(args[0]) in self._parameter_ids
         state = self._zeros(args[0]) if is_state and kwargs.keys() <= {"memory_format"} else None
         return func(*args, **kwargs) if state is None else state

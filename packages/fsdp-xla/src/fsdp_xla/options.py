@@ -9,17 +9,17 @@ import torch
 from fsdp_core import UnsupportedCapabilityError
 
 __all__ = [
-    "ALWAYS",
-    "ALWAYS_IN_SPMD",
-    "INSTEAD",
-    "INSTEAD_IN_SPMD",
+    "ACCEPTED_NOOPS",
+    "MIGRATION_HINTS",
+    "SPMD_ACCEPTED_NOOPS",
+    "SPMD_MIGRATION_HINTS",
     "check_collectives",
     "check_options",
     "check_sequential_save",
 ]
 
 #: Values of other libraries' options that are accepted, because they describe what happens here.
-ALWAYS: Mapping[str, Collection[object]] = {
+ACCEPTED_NOOPS: Mapping[str, Collection[object]] = {
     "use_orig_params": (True,),
     "sync_module_states": (True,),
     "data_parallel_size": ("auto",),
@@ -28,7 +28,7 @@ ALWAYS: Mapping[str, Collection[object]] = {
 }
 
 #: The same for ``xla_fsdp_spmd``.
-ALWAYS_IN_SPMD: Mapping[str, Collection[object]] = {
+SPMD_ACCEPTED_NOOPS: Mapping[str, Collection[object]] = {
     "use_orig_params": (True,),
     "sync_module_states": (True,),
     "context_parallel_size": (1,),
@@ -41,7 +41,7 @@ ALWAYS_IN_SPMD: Mapping[str, Collection[object]] = {
 }
 
 #: What to write instead of the other options of torch_xla's wrapper, and of those of torch's FSDP.
-INSTEAD = {
+MIGRATION_HINTS = {
     "auto_wrapper_callable": "Write activation_checkpointing_policy={MyBlock}, which needs no wrapper.",
     "param_init_fn": "Leave it out: a module built on the meta device is initialized by its reset_parameters().",
     "sharding_groups": "Leave it out: all ranks shard.",
@@ -68,10 +68,10 @@ INSTEAD = {
 }
 
 #: What to write instead of other libraries' options for ``xla_fsdp_spmd``.
-INSTEAD_IN_SPMD = {
-    **{name: INSTEAD[name] for name in ("cpu_offload", "mixed_precision", "mp_policy", "sync_module_states")},
-    **{name: INSTEAD[name] for name in ("backward_prefetch", "forward_prefetch", "limit_all_gathers")},
-    **{name: INSTEAD[name] for name in ("param_init_fn", "process_group_backend", "context_parallel_size")},
+SPMD_MIGRATION_HINTS = {
+    **{name: MIGRATION_HINTS[name] for name in ("cpu_offload", "mixed_precision", "mp_policy", "sync_module_states")},
+    **{name: MIGRATION_HINTS[name] for name in ("backward_prefetch", "forward_prefetch", "limit_all_gathers")},
+    **{name: MIGRATION_HINTS[name] for name in ("param_init_fn", "process_group_backend", "context_parallel_size")},
     "sharding_strategy": "Leave it out: parameters are always sharded, and XLA chooses when they are gathered.",
     "reshard_after_forward": "Leave it out: XLA chooses when parameters are gathered and freed.",
     "use_orig_params": "Leave it out: parameters always keep their names and shapes.",

@@ -18,7 +18,7 @@ import torch
 
 __all__ = ["follow_manual_seed", "follow_seed_from_before"]
 
-#: Of this thread's rank: the function that seeds its device, and its process id, which forked workers compare.
+#: ``seed_device`` of this thread's rank, and its ``process`` id, which differs in a forked dataloader worker.
 _rank_of_thread = threading.local()
 _install_lock = threading.Lock()
 _is_installed = False

@@ -134,8 +134,8 @@ class AsyncSaves:
         with self._changed:
             self._changed.wait_for(lambda: not self._is_choosing_step)
             self._steps += 1
-            due = self._raising_step is not None and self._steps >= self._raising_step
-        if due:
+            is_due = self._raising_step is not None and self._steps >= self._raising_step
+        if is_due:
             self.wait()
 
     def wait(self) -> None:

@@ -223,7 +223,7 @@ def boxes_of_ranks(messages: Sequence[Message], last: Remembered | None) -> list
     """
     remembered_boxes: Mapping[int, tuple[bytes, PackedBoxes]] = {}
     if last is not None and last.merged is not None:
-        remembered_boxes = last.merged.sent
+        remembered_boxes = last.merged.sent_boxes
     boxes_by_rank = []
     for rank, message in enumerate(messages):
         boxes = message.boxes

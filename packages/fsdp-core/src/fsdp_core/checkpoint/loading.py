@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,8 +59,8 @@ def load(path: Paths, *, runtime: Runtime | None = None, verify: bool = True) ->
     else:
         folder = run_on_all(runtime, action, lambda: open_places(path))
     for attempt in range(ATTEMPTS):
-        reading = _LoadAttempt(folder, runtime, checksums=verify)
-        save_id, faults, is_replaced = run_on_all(runtime, action, reading.examine)
+        load_attempt = _LoadAttempt(folder, runtime, checksums=verify)
+        save_id, faults, is_replaced = run_on_all(runtime, action, load_attempt.examine)
         save_id_of_first = save_id if runtime is None else runtime.broadcast_object(save_id)
         ranks_that_differ, ranks_replaced, damaged = total(
             runtime, [save_id != save_id_of_first, is_replaced, bool(faults)]
@@ -70,11 +70,11 @@ def load(path: Paths, *, runtime: Runtime | None = None, verify: bool = True) ->
             if damaged and runtime is not None:  # each rank raises the faults of all
                 for faults_of_rank in runtime.gather_objects(faults):
                     faults = {**faults, **faults_of_rank}
-            refuse_damage(reading.files, faults)
-            is_decoded = run_on_all(runtime, action, reading.decode)
+            refuse_damage(load_attempt.files, faults)
+            is_decoded = run_on_all(runtime, action, load_attempt.decode)
             (undecoded_ranks,) = total(runtime, [not is_decoded])
             if not undecoded_ranks:
-                return reading.nest
+                return load_attempt.nest
         pause(attempt)
     if all_agree:
         raise replaced_too_often([folder])
@@ -112,7 +112,7 @@ class _LoadAttempt:
         self._folder = folder
         self._runtime = runtime
         self._checksums = checksums
-        self._seen_at_start = current_fingerprint(folder)
+        self._fingerprint_at_start = current_fingerprint(folder)
         self._files: StoredFiles | None = None
         self.nest: dict[str, Any] = {}
 
@@ -143,7 +143,7 @@ class _LoadAttempt:
         return True
 
     def _is_replaced(self) -> bool:
-        return current_fingerprint(self._folder) != self._seen_at_start
+        return current_fingerprint(self._folder) != self._fingerprint_at_start
 
 
 def verify_tensors(nest: Any) -> None:
@@ -155,23 +155,25 @@ def verify_tensors(nest: Any) -> None:
     Raises:
         CheckpointFormatError: Files are damaged; the message names them.
     """
-    names: dict[StoredFiles, set[str]] = {}
-    _note_files(nest, names)
-    for files, file_names in names.items():
+    names_by_checkpoint: dict[StoredFiles, set[str]] = {}
+    for boxes in _boxes_in(nest):
+        names_by_checkpoint.setdefault(boxes.files, set()).update(boxes.stored.file_names())
+    for files, file_names in names_by_checkpoint.items():
         refuse_damage(files, find_damage(files, sorted(file_names)))
 
 
-def _note_files(nest: Any, names: dict[StoredFiles, set[str]]) -> None:
+def _boxes_in(nest: Any) -> Iterator[_BoxesInFiles]:
+    """Yield the boxes of each saved tensor in a nest."""
     if isinstance(nest, SavedTensor):
         boxes = nest._boxes
         assert isinstance(boxes, _BoxesInFiles)
-        names.setdefault(boxes.files, set()).update(boxes.stored.file_names())
+        yield boxes
     elif isinstance(nest, Mapping):
         for value in nest.values():
-            _note_files(value, names)
+            yield from _boxes_in(value)
     elif isinstance(nest, list | tuple):
         for value in nest:
-            _note_files(value, names)
+            yield from _boxes_in(value)
 
 
 def _decode(files: StoredFiles) -> dict[str, Any]:

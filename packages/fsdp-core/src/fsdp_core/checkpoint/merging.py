@@ -10,6 +10,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fsdp_core.checkpoint.format.chunks import StoredChunk, chunk_name
 from fsdp_core.checkpoint.format.file_names import file_of_rank, files_of
@@ -38,12 +39,12 @@ class Merged:
     Attributes:
         tensors: The tensors, in rank 0's order.
         layouts: For each tensor its pattern, or the boxes of each rank.
-        sent: By rank, the digest of the boxes that it sent, and these boxes.
+        sent_boxes: By rank, the digest of the boxes that it sent, and these boxes.
     """
 
     tensors: Sequence[TensorSpec]
     layouts: Sequence[Pattern | BoxesByRank]
-    sent: Mapping[int, tuple[bytes, PackedBoxes]]
+    sent_boxes: Mapping[int, tuple[bytes, PackedBoxes]]
 
     def stored_tensors(self, file_pattern: Callable[[str], str]) -> dict[str, StoredTensor]:
         """Return every tensor with its chunks, in rank 0's order.
@@ -98,22 +99,21 @@ def merge_messages(tensors: Sequence[TensorSpec], messages: Sequence[Message], l
     Raises:
         CheckpointMismatchError: Ranks disagree on a tensor.
     """
-    packed = boxes_of_ranks(messages, last)
+    packed_boxes = boxes_of_ranks(messages, last)
     if last is not None and last.merged is not None and all(message.boxes is None for message in messages):
         return last.merged
-    layouts = merge(tensors, [RankBoxes.from_packed(boxes) for boxes in packed])
-    sent = {
-        rank: (message.boxes_digest, boxes) for rank, (message, boxes) in enumerate(zip(messages, packed, strict=True))
-    }
-    return Merged(tensors=tensors, layouts=layouts, sent=sent)
+    layouts = merge(tensors, [RankBoxes.from_packed(boxes) for boxes in packed_boxes])
+    digests = [message.boxes_digest for message in messages]
+    sent_boxes = dict(enumerate(zip(digests, packed_boxes, strict=True)))
+    return Merged(tensors=tensors, layouts=layouts, sent_boxes=sent_boxes)
 
 
-def merge(tensors: Sequence[TensorSpec], by_rank: Sequence[RankBoxes]) -> list[Pattern | BoxesByRank]:
+def merge(tensors: Sequence[TensorSpec], boxes_by_rank: Sequence[RankBoxes]) -> list[Pattern | BoxesByRank]:
     """Merge the boxes of all ranks.
 
     Args:
         tensors: Rank 0's tensors.
-        by_rank: The boxes by rank.
+        boxes_by_rank: The boxes that each rank has sent.
 
     Returns:
         Where each tensor is: in a pattern, or the boxes of each rank.
@@ -122,17 +122,26 @@ def merge(tensors: Sequence[TensorSpec], by_rank: Sequence[RankBoxes]) -> list[P
         CheckpointMismatchError: Ranks disagree on a tensor. The message then also lists holes and overlaps of boxes.
     """
     faults: dict[str, str] = {}
-    ordered = [_reorder_boxes(tensors, rank, rank_boxes, faults) for rank, rank_boxes in enumerate(by_rank)]
+    ordered = [_reorder_boxes(tensors, rank, rank_boxes, faults) for rank, rank_boxes in enumerate(boxes_by_rank)]
     layouts = _list_boxes(ordered) if _count_boxes(ordered) <= MOST_LISTED else _find_patterns(tensors, ordered)
     if faults:
+        # The tensors on which ranks agree are checked too, for the message. The names of their files don't matter.
         agreed = [pair for pair in zip(tensors, layouts, strict=True) if pair[0].key not in faults]
         _, further_faults = _stored_tensors(agreed, lambda _: files_of("state", "0" * 12))
         raise _mismatch(faults | further_faults)
     return layouts
 
 
-_OrderedBoxes = tuple[bytes, list[tuple[Box, ...]]]
-"""For each of rank 0's tensors the number of its set of boxes, as bytes, and the sets of boxes."""
+class _OrderedBoxes(NamedTuple):
+    """The boxes of one rank, in the order of rank 0's tensors.
+
+    Attributes:
+        packed_ids: For each of rank 0's tensors the index of its set of boxes, as bytes of an array of 32-bit numbers.
+        box_sets: The sets of boxes.
+    """
+
+    packed_ids: bytes
+    box_sets: list[tuple[Box, ...]]
 
 
 def _reorder_boxes(
@@ -140,11 +149,10 @@ def _reorder_boxes(
 ) -> _OrderedBoxes:
     """Bring a rank's boxes into the order of rank 0's tensors, and note where the two disagree."""
     if rank_boxes.table is None:
-        return rank_boxes.box_set_ids, rank_boxes.box_sets
+        return _OrderedBoxes(rank_boxes.box_set_ids, rank_boxes.box_sets)
     tensors_of_first = {tensor.key: tensor for tensor in tensors}
-    set_numbers = _unpack_numbers(rank_boxes.box_set_ids)
-    set_number_of: dict[str, int] = {}
-    for tensor, set_number in zip(rank_boxes.table, set_numbers, strict=True):
+    id_of_key: dict[str, int] = {}
+    for tensor, set_id in zip(rank_boxes.table, _unpack_ids(rank_boxes.box_set_ids), strict=True):
         tensor_of_first = tensors_of_first.get(tensor.key)
         if tensor_of_first is None:
             faults.setdefault(tensor.key, f"rank {rank} has it, and rank 0 does not")
@@ -153,67 +161,60 @@ def _reorder_boxes(
             spec_on_rank = f"{tensor.shape} {tensor.dtype_name}"
             faults.setdefault(tensor.key, f"rank 0 has {spec_on_first}, and rank {rank} has {spec_on_rank}")
         else:
-            set_number_of[tensor.key] = set_number
-    empty_set = len(rank_boxes.box_sets)
-    ordered_numbers = array("I", [set_number_of.get(tensor.key, empty_set) for tensor in tensors])
-    return ordered_numbers.tobytes(), [*rank_boxes.box_sets, ()]
+            id_of_key[tensor.key] = set_id
+    id_of_empty_set = len(rank_boxes.box_sets)  # of the set that is appended below
+    ids = array("I", [id_of_key.get(tensor.key, id_of_empty_set) for tensor in tensors])
+    return _OrderedBoxes(ids.tobytes(), [*rank_boxes.box_sets, ()])
 
 
-def _unpack_numbers(data: bytes) -> array[int]:
-    numbers = array("I")
-    numbers.frombytes(data)
-    return numbers
+def _unpack_ids(packed_ids: bytes) -> array[int]:
+    ids = array("I")
+    ids.frombytes(packed_ids)
+    return ids
 
 
 def _count_boxes(ordered: Sequence[_OrderedBoxes]) -> int:
     """The number of boxes of all tensors on all ranks."""
-    uses_of_sets: dict[bytes, Counter[int]] = {}
+    id_counts: dict[bytes, Counter[int]] = {}  # counted once for all ranks with equal ids
     total = 0
-    for box_set_ids, box_sets in ordered:
-        if box_set_ids not in uses_of_sets:
-            uses_of_sets[box_set_ids] = Counter(_unpack_numbers(box_set_ids))
-        total += sum(len(box_sets[number]) * count for number, count in uses_of_sets[box_set_ids].items())
+    for packed_ids, box_sets in ordered:
+        if packed_ids not in id_counts:
+            id_counts[packed_ids] = Counter(_unpack_ids(packed_ids))
+        total += sum(len(box_sets[set_id]) * count for set_id, count in id_counts[packed_ids].items())
     return total
 
 
 def _list_boxes(ordered: Sequence[_OrderedBoxes]) -> list[Pattern | BoxesByRank]:
     """Return the boxes of each tensor, as every rank lists them."""
-    tables = [(_unpack_numbers(box_set_ids), box_sets) for box_set_ids, box_sets in ordered]
-    count = len(tables[0][0])
-    layouts: list[Pattern | BoxesByRank] = []
-    for index in range(count):
-        boxes_by_rank: BoxesByRank = []
-        for rank, (set_numbers, box_sets) in enumerate(tables):
-            boxes = box_sets[set_numbers[index]]
-            if boxes:
-                boxes_by_rank.append((rank, boxes))
-        layouts.append(boxes_by_rank)
-    return layouts
+    boxes_of_ranks = [
+        [rank_boxes.box_sets[set_id] for set_id in _unpack_ids(rank_boxes.packed_ids)] for rank_boxes in ordered
+    ]
+    return [
+        [(rank, boxes) for rank, boxes in enumerate(boxes_of_tensor) if boxes]
+        for boxes_of_tensor in zip(*boxes_of_ranks, strict=True)
+    ]
 
 
 def _find_patterns(tensors: Sequence[TensorSpec], ordered: Sequence[_OrderedBoxes]) -> list[Pattern | BoxesByRank]:
     """Find a pattern for tensors that have equal boxes on every rank, once for all of them."""
-    groups: dict[bytes, list[int]] = {}
-    for rank, (box_set_ids, _) in enumerate(ordered):
-        groups.setdefault(box_set_ids, []).append(rank)
-    set_numbers = {box_set_ids: _unpack_numbers(box_set_ids) for box_set_ids in groups}
-    # Refined group by group: tensors of one class have equal boxes on the ranks of all groups so far.
+    # Most ranks have equal ids, which are unpacked once.
+    ids_by_packed = {packed_ids: _unpack_ids(packed_ids) for packed_ids, _ in ordered}
+    # Tensors of one class have equal boxes on all ranks. Each distinct array of ids divides the classes further.
     classes = [0] * len(tensors)
-    for numbers in set_numbers.values():
-        class_ids: dict[tuple[int, int], int] = {}
-        classes = [class_ids.setdefault(pair, len(class_ids)) for pair in zip(classes, numbers, strict=True)]
-    layouts: dict[int, Pattern | BoxesByRank] = {}
-    for index, (tensor, class_id) in enumerate(zip(tensors, classes, strict=True)):
-        if class_id in layouts:
+    for ids in ids_by_packed.values():
+        class_of_pair: dict[tuple[int, int], int] = {}
+        classes = [class_of_pair.setdefault(pair, len(class_of_pair)) for pair in zip(classes, ids, strict=True)]
+    layout_of_class: dict[int, Pattern | BoxesByRank] = {}
+    for index, (tensor, tensor_class) in enumerate(zip(tensors, classes, strict=True)):
+        if tensor_class in layout_of_class:
             continue
         boxes_by_rank: BoxesByRank = []
-        for box_set_ids, ranks in groups.items():
-            set_number = set_numbers[box_set_ids][index]
-            boxes_of_ranks = [(rank, ordered[rank][1][set_number]) for rank in ranks]
-            boxes_by_rank += [(rank, boxes) for rank, boxes in boxes_of_ranks if boxes]
-        boxes_by_rank.sort(key=lambda rank_and_boxes: rank_and_boxes[0])
-        layouts[class_id] = pattern_of(tensor.shape, boxes_by_rank) or boxes_by_rank
-    return [layouts[class_id] for class_id in classes]
+        for rank, (packed_ids, box_sets) in enumerate(ordered):
+            boxes = box_sets[ids_by_packed[packed_ids][index]]
+            if boxes:
+                boxes_by_rank.append((rank, boxes))
+        layout_of_class[tensor_class] = pattern_of(tensor.shape, boxes_by_rank) or boxes_by_rank
+    return [layout_of_class[tensor_class] for tensor_class in classes]
 
 
 def _mismatch(faults: Mapping[str, str]) -> CheckpointMismatchError:

@@ -154,7 +154,7 @@ def prepare_save(
         plan = stage(plan_save(state, kinds, aliases or {}, runtime.rank))
         if runtime.rank:
             return None
-        summary = FirstRankSummary(table_digest(_tensors(plan)), None if last is None else last.save_id)
+        summary = FirstRankSummary(table_digest(_tensor_specs(plan)), None if last is None else last.save_id)
         target = choose_target(path, secrets.token_hex(6), overwrite=overwrite)
         return target, summary, first_local_target(target).path
 
@@ -164,10 +164,12 @@ def prepare_save(
     target, first_rank, first_path = decision
     protocol = SharedSave(target, runtime.rank)
     if scattered:
-        first = first_local_target(target)
+        first_target = first_local_target(target)
 
         def choose() -> LocalTarget:
-            return choose_local_target(path, first, overwrite=overwrite) if runtime.rank else first
+            if runtime.rank == 0:
+                return first_target
+            return choose_local_target(path, first_target, overwrite=overwrite)
 
         protocol = PerHostSave(run_on_all(runtime, action, choose), runtime.rank, first_path)
     return PreparedSave(
@@ -225,16 +227,17 @@ class PreparedSave:
 
     def _write_in_turns(self, runtime: Runtime, action: str, one_after_another: bool) -> Message:
         """Write this rank's chunks, together with the other ranks, or in turn with those of its host."""
+        if not one_after_another:
+            return run_on_all(runtime, action, partial(self._write_chunks, runtime))
         message: Message | None = None
         turn = 0
-        ranks_left = 1
-        while ranks_left:
-            is_my_turn = not one_after_another or runtime.local_rank == turn
+        waiting_ranks = runtime.world_size
+        while waiting_ranks:
+            is_my_turn = runtime.local_rank == turn
             step = partial(self._write_chunks, runtime) if is_my_turn else lambda: None
             message = run_on_all(runtime, action, step) or message
             turn += 1
-            has_turn_left = runtime.local_rank >= turn
-            ranks_left = total(runtime, [has_turn_left])[0] if one_after_another else 0
+            (waiting_ranks,) = total(runtime, [runtime.local_rank >= turn])
         assert message is not None  # every rank has had its turn
         return message
 
@@ -261,7 +264,7 @@ class PreparedSave:
         """Write the plain data, and make the manifest."""
         protocol, plan = self._protocol, self._plan
         save_id = protocol.target.save_id
-        commit.merged = merge_messages(_tensors(plan), messages, self._last)
+        commit.merged = merge_messages(_tensor_specs(plan), messages, self._last)
         manifest = Manifest(
             save_id=save_id,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -283,7 +286,7 @@ class PreparedSave:
         target = self._protocol.target
         rank = runtime.rank
         contents: dict[Section, dict[str, Tensor | TensorSource]] = {}
-        index = Index(tensors=_tensors(plan))
+        index = Index(tensors=_tensor_specs(plan))
         for key, tensor in plan.stored.items():
             chunks = tensor.chunks if tensor.replica == 0 else ()
             boxes: list[Box] = []
@@ -327,7 +330,7 @@ class _Commit:
         self.target.remove_leftovers(self.manifest, self.previous)
 
 
-def _tensors(plan: Plan) -> list[TensorSpec]:
+def _tensor_specs(plan: Plan) -> list[TensorSpec]:
     return [TensorSpec(key, tensor.shape, dtype_name(tensor.dtype)) for key, tensor in plan.stored.items()]
 
 

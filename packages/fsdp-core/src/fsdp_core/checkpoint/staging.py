@@ -124,12 +124,14 @@ class Staging:
         if deferred_copies:
             call_before_parts(self.finish)
         copies = {id(tensor): memory_of[identity] for tensor, identity in zip(originals, identities, strict=True)}
-        copied_from = {tensor.device for tensor in originals_by_identity.values()}
-        self._copy_events = [devices.record_event(device) for device in copied_from if devices.is_accelerator(device)]
+        source_devices = {tensor.device for tensor in originals_by_identity.values()}
+        self._copy_events = [
+            devices.record_event(device) for device in source_devices if devices.is_accelerator(device)
+        ]
         return replace(
             plan,
             stored={key: tensor.copied(copies) for key, tensor in plan.stored.items()},
-            tensors={name: copies[id(tensor)] for name, tensor in plan.tensors.items()} if not rank else {},
+            tensors={name: copies[id(tensor)] for name, tensor in plan.tensors.items()} if rank == 0 else {},
         )
 
     def finish(self) -> None:

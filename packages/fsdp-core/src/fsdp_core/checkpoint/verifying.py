@@ -70,6 +70,7 @@ def share_of(files: Mapping[str, FileEntry], rank: int, world_size: int) -> list
     start = 0
     for name in sorted(files, key=lambda name: (name.rpartition("/")[2], name)):
         size = files[name].size
+        # A file belongs to the rank in whose share of all bytes its middle lies. Doubled, so that it is an integer.
         twice_middle = 2 * start + size
         if min(twice_middle * world_size // (2 * total), world_size - 1) == rank:
             share.append(name)

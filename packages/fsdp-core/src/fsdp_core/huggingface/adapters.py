@@ -114,14 +114,14 @@ def _config_of(model: nn.Module, adapter_name: str) -> Any:
 
 
 def _writer(model: nn.Module, config: Any) -> Callable[[str], Any]:
-    """What writes ``adapter_config.json``, as PEFT's own ``save_pretrained()`` would."""
-    own = copy.deepcopy(config)
+    """Return a function that writes ``adapter_config.json``, as PEFT's own ``save_pretrained()`` would."""
+    stored_config = copy.deepcopy(config)
     get_base: Any = getattr(model, "get_base_model", lambda: model)
     base = get_base()
-    if own.base_model_name_or_path is None:
-        own.base_model_name_or_path = base.__dict__.get("name_or_path") or None
-    own.inference_mode = True
+    if stored_config.base_model_name_or_path is None:
+        stored_config.base_model_name_or_path = base.__dict__.get("name_or_path") or None
+    stored_config.inference_mode = True
     mapping = None
-    if own.task_type is None:
+    if stored_config.task_type is None:
         mapping = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
-    return lambda folder: own.save_pretrained(folder, auto_mapping_dict=mapping)
+    return lambda folder: stored_config.save_pretrained(folder, auto_mapping_dict=mapping)

@@ -59,7 +59,7 @@ class HeldModel:
         Raises:
             UnsupportedCapabilityError: There is state that is not a tensor.
         """
-        chunks_of_name = {}
+        state = {}
         for name, value in self._root_state().items():
             if not name.startswith(self.prefix):
                 continue
@@ -68,8 +68,8 @@ class HeldModel:
                     f"{name!r} is not a tensor but extra state of a module ({type(value).__name__}), for which a "
                     "folder of Hugging Face's has no place.\nSave a checkpoint, which holds it."
                 )
-            chunks_of_name[name.removeprefix(self.prefix)] = chunked(value, rank=self.runtime.rank)
-        return chunks_of_name
+            state[name.removeprefix(self.prefix)] = chunked(value, rank=self.runtime.rank)
+        return state
 
     def _root_state(self) -> Mapping[str, Any]:
         if self.sharded is not None:
@@ -80,13 +80,13 @@ class HeldModel:
         """Return the first name of each tied parameter, by each of its other names in the model."""
         aliases_of_root = aliases(unwrap_compiled(self.module)) if self.sharded is None else self.sharded.aliases()
         aliases_in_model = {name: first for name, first in aliases_of_root.items() if name.startswith(self.prefix)}
-        names_in_model: dict[str, str] = {}
-        first_in_model_of: dict[str, str] = {}
-        for name, first in aliases_in_model.items():  # the first name may be outside of the model
-            first_in_model = first if first.startswith(self.prefix) else first_in_model_of.setdefault(first, name)
+        first_names: dict[str, str] = {}
+        replacements: dict[str, str] = {}  # for first names outside of the model: the first within it
+        for name, first in aliases_in_model.items():
+            first_in_model = first if first.startswith(self.prefix) else replacements.setdefault(first, name)
             if first_in_model != name:
-                names_in_model[name.removeprefix(self.prefix)] = first_in_model.removeprefix(self.prefix)
-        return names_in_model
+                first_names[name.removeprefix(self.prefix)] = first_in_model.removeprefix(self.prefix)
+        return first_names
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Fill what this rank holds, in place.

@@ -267,10 +267,12 @@ def _target_finder(
     prefix = getattr(model, "base_model_prefix", "")
 
     def find_target(name: str) -> str | None:
-        candidates = [name, rename(name)]
+        names = [name, rename(name)]
+        candidates = names
         if prefix:
-            candidates += [f"{prefix}.{candidate}" for candidate in candidates]
-            candidates += [candidate.removeprefix(f"{prefix}.") for candidate in candidates[:2]]
+            with_prefix = [f"{prefix}.{candidate}" for candidate in names]
+            without_prefix = [candidate.removeprefix(f"{prefix}.") for candidate in names]
+            candidates = [*names, *with_prefix, *without_prefix]
         return next((candidate for candidate in candidates if candidate in views or candidate in base_state), None)
 
     return find_target

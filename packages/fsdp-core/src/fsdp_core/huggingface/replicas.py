@@ -68,41 +68,34 @@ def shared_boxes(runtime: Runtime, state: Mapping[str, ChunkedTensor]) -> dict[s
     if runtime.world_size == 1:
         return {}
     boxes = [tuple((tuple(c.offsets), tuple(c.data.shape)) for c in tensor.chunks) for tensor in state.values()]
-    by_rank = runtime.gather_objects(boxes)
+    boxes_by_rank = runtime.gather_objects(boxes)
     mesh = runtime.mesh
     axes = [axis for axis in MESH_AXES if mesh.size((axis,)) > 1]
-    axis_sets = [axes_of_group for size in range(1, len(axes) + 1) for axes_of_group in combinations(axes, size)]
-    peers_of: dict[tuple[MeshAxis, ...], list[tuple[int, ...]]] = {
-        axes_of_group: [tuple(mesh.peers(rank, axes_of_group)) for rank in range(runtime.world_size)]
-        for axes_of_group in axis_sets
+    axis_sets = [axis_set for size in range(1, len(axes) + 1) for axis_set in combinations(axes, size)]
+    peers_by_rank: dict[tuple[MeshAxis, ...], list[tuple[int, ...]]] = {
+        axis_set: [tuple(mesh.peers(rank, axis_set)) for rank in range(runtime.world_size)] for axis_set in axis_sets
     }
-    axes_of_tensor: dict[int, dict[int, tuple[MeshAxis, ...]]] = {}
+    axis_set_by_rank: dict[int, dict[int, tuple[MeshAxis, ...]]] = {}  # of each tensor, by its index
     for index in range(len(state)):
         holders: dict[object, list[int]] = {}
-        for rank, boxes_of_rank in enumerate(by_rank):
+        for rank, boxes_of_rank in enumerate(boxes_by_rank):
             if boxes_of_rank[index]:
                 holders.setdefault(boxes_of_rank[index], []).append(rank)
         for ranks in holders.values():
-            group_axes = next(
-                (axes_of_group for axes_of_group in axis_sets if peers_of[axes_of_group][ranks[0]] == tuple(ranks)),
-                None,
-            )
-            if len(ranks) > 1 and group_axes is not None:
-                axes_of_tensor.setdefault(index, {}).update(dict.fromkeys(ranks, group_axes))
-    used_axes = sorted(
-        {group_axes for axes_of_rank in axes_of_tensor.values() for group_axes in axes_of_rank.values()},
-        key=axis_sets.index,
-    )
+            axis_set_of_ranks = next((a for a in axis_sets if peers_by_rank[a][ranks[0]] == tuple(ranks)), None)
+            if len(ranks) > 1 and axis_set_of_ranks is not None:
+                axis_set_by_rank.setdefault(index, {}).update(dict.fromkeys(ranks, axis_set_of_ranks))
+    used_axis_sets = {axis_set for by_rank in axis_set_by_rank.values() for axis_set in by_rank.values()}
     groups: dict[tuple[MeshAxis, ...], Runtime] = {}
-    for group_axes in used_axes:  # every rank, in the same order
+    for axis_set in sorted(used_axis_sets, key=axis_sets.index):  # every rank, in the same order
         try:
-            groups[group_axes] = runtime.along(*group_axes)
-        except UnsupportedCapabilityError:  # it can't communicate among a part of the ranks
+            groups[axis_set] = runtime.along(*axis_set)
+        except UnsupportedCapabilityError:  # the runtime can't communicate among a part of the ranks
             continue
     shared: dict[str, Shared] = {}
     for index, name in enumerate(state):
-        axes_of_group = axes_of_tensor.get(index, {}).get(runtime.rank)
-        if axes_of_group in groups:
-            peers = groups[axes_of_group]
+        own_axis_set = axis_set_by_rank.get(index, {}).get(runtime.rank)
+        if own_axis_set in groups:
+            peers = groups[own_axis_set]
             shared[name] = Shared(peers=peers, owner=index % peers.world_size)
     return shared

@@ -260,9 +260,9 @@ def _check_boxes(runtime: Runtime, action: str, plans: list[FilePlan], state: Ma
         for name, tensor in state.items()
         if tensor.replica == 0
     }
-    by_rank = runtime.gather_objects_to(boxes)
+    boxes_by_rank = runtime.gather_objects_to(boxes)
     shapes = {name: list(tensor.shape) for name, tensor in state.items()}
-    run_on_all(runtime, action, lambda: None if by_rank is None else check_covered(by_rank, plans, shapes))
+    run_on_all(runtime, action, lambda: None if boxes_by_rank is None else check_covered(boxes_by_rank, plans, shapes))
 
 
 def _write_other_files(

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.state.boxes import overlap
+from fsdp_core.state.boxes import overlap, row_major_strides
 from fsdp_core.state.coverage import Box
 
 __all__ = ["View", "full_view", "group_by_source", "views_of"]
@@ -123,31 +123,32 @@ class _ConsecutiveTensors:
     """Tensors without memory, one behind the other in one storage per dtype."""
 
     def __init__(self, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-        self._by_dtype: dict[torch.dtype, list[str]] = {}
+        self._names_by_dtype: dict[torch.dtype, list[str]] = {}
         for name, (_, dtype) in tensors.items():
-            self._by_dtype.setdefault(dtype, []).append(name)
+            self._names_by_dtype.setdefault(dtype, []).append(name)
         self._shapes = {name: shape for name, (shape, _) in tensors.items()}
         self._begins: dict[torch.dtype, list[int]] = {}
-        self._storages: dict[torch.dtype, int] = {}
-        tensors_of_name: dict[str, Tensor] = {}
-        for dtype, names in self._by_dtype.items():
-            sizes = [
-                max(1, math.prod(self._shapes[name])) for name in names
-            ]  # so that no two begin at the same element
+        self._storage_bytes: dict[torch.dtype, int] = {}
+        views: dict[str, Tensor] = {}
+        for dtype, names in self._names_by_dtype.items():
+            # An empty tensor gets one element too, so that no two begin at the same one.
+            sizes = [max(1, math.prod(self._shapes[name])) for name in names]
             begins = [0, *accumulate(sizes)]
             self._begins[dtype] = begins[:-1]
-            flat = torch.empty(begins[-1] + 1, dtype=dtype, device="meta")  # a size that no copy of tensors in it has
-            self._storages[dtype] = flat.untyped_storage().nbytes()
+            # view() recognises this storage by its size: one element more than a copy of all of its tensors has.
+            flat = torch.empty(begins[-1] + 1, dtype=dtype, device="meta")
+            self._storage_bytes[dtype] = flat.untyped_storage().nbytes()
             for name, begin in zip(names, begins, strict=False):
                 shape = self._shapes[name]
-                tensors_of_name[name] = flat.as_strided(shape, _contiguous_strides(shape), begin)
-        self.tensors = {name: tensors_of_name[name] for name in tensors}
+                views[name] = flat.as_strided(shape, row_major_strides(shape), begin)
+        self.tensors = {name: views[name] for name in tensors}
 
     def view(self, name: str, tensor: Tensor, subject: str) -> View:
-        if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes() == self._storages.get(tensor.dtype):
-            index = bisect_right(self._begins[tensor.dtype], tensor.storage_offset()) - 1
-            source = self._by_dtype[tensor.dtype][index]
-            first_element = tensor.storage_offset() - self._begins[tensor.dtype][index]
+        if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes() == self._storage_bytes.get(tensor.dtype):
+            begins = self._begins[tensor.dtype]
+            index = bisect_right(begins, tensor.storage_offset()) - 1
+            source = self._names_by_dtype[tensor.dtype][index]
+            first_element = tensor.storage_offset() - begins[index]
             view = _as_box(source, self._shapes[source], tensor, int(first_element))
             if view is not None:
                 return view
@@ -156,11 +157,6 @@ class _ConsecutiveTensors:
             "no rank holds those.\nSave a checkpoint, and convert it in one process: gather the weights with "
             "fsdp_core.load_state_dict(checkpoint), and pass them as state_dict= to the model's own save_pretrained()."
         )
-
-
-def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides = list(accumulate(reversed([*shape[1:], 1]), lambda a, b: a * b)) if shape else []
-    return tuple(reversed(strides))
 
 
 def _as_box(source: str, shape: tuple[int, ...], tensor: Tensor, first_element: int) -> View | None:
@@ -172,10 +168,10 @@ def _as_box(source: str, shape: tuple[int, ...], tensor: Tensor, first_element: 
         tensor: The tensor, of which the shape and the strides are used.
         first_element: The index of its first element in the source.
     """
-    strides = _contiguous_strides(shape)
+    strides = row_major_strides(shape)
     offsets = []
     for size, stride in zip(shape, strides, strict=True):
-        offset = first_element // stride if stride and size > 1 else 0
+        offset = first_element // stride if stride and size > 1 else 0  # a stride is 0 if a later dimension is empty
         offsets.append(offset)
         first_element -= offset * stride
     if first_element:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,22 +54,27 @@ def is_saved_quantised(value: Any) -> bool:
     return isinstance(value, dict) and _CLASS_KEY in value
 
 
-def _find_run(part: Part, parameter: Tensor) -> tuple[int, int, int] | None:
-    """Return where a rank's shard begins in the full parameter, its length, and which replica it belongs to.
+class _Run(NamedTuple):
+    """A rank's shard as consecutive elements of the full parameter."""
 
-    Returns ``None`` if the shard is not a run of consecutive elements.
-    """
+    start: int
+    length: int
+    replica: int
+
+
+def _find_run(part: Part, parameter: Tensor) -> _Run | None:
+    """Return where a rank's shard lies in the full parameter; ``None`` if its elements are not consecutive there."""
     if part.range is not None:
         return None  # flat parameters are cut without regard to a parameter's blocks
     local_chunks = chunked(parameter)
     if not local_chunks.chunks:
-        return 0, 0, local_chunks.replica
+        return _Run(0, 0, local_chunks.replica)
     (chunk,) = local_chunks.chunks
     is_run = tuple(chunk.data.shape[1:]) == tuple(part.shape[1:])
     row_length = prod(part.shape[1:])
     if not is_run or not part.shape:
         return None
-    return chunk.offsets[0] * row_length, prod(chunk.data.shape), local_chunks.replica
+    return _Run(chunk.offsets[0] * row_length, prod(chunk.data.shape), local_chunks.replica)
 
 
 def describe_shard(part: Part, parameter: Tensor, value: Any) -> Any:
@@ -135,24 +140,24 @@ def check_blocks(
     Raises:
         CheckpointValueError: Blocks on some rank are not those of one process, or a rank has plain values.
     """
-    own: dict[tuple[str, str], Any] = {}
+    own_descriptions: dict[tuple[str, str], Any] = {}
     for name, values in state.items():
         for key, value in values.items():
             if is_saved_quantised(value):
                 description = {k: (v.shape, v.dtype) if isinstance(v, ChunkedTensor) else v for k, v in value.items()}
-                own[name, key] = description
+                own_descriptions[name, key] = description
             elif isinstance(value, Tensor) and value.ndim:
                 local_state = local_tensor(value)
                 if not local_state.numel():
-                    own[name, key] = None
+                    own_descriptions[name, key] = None
                 else:
-                    own[name, key] = "in other blocks" if is_quantised(local_state) else "plain"
+                    own_descriptions[name, key] = "in other blocks" if is_quantised(local_state) else "plain"
     completed = {name: dict(values) for name, values in state.items()}
-    by_rank = runtime.gather_objects(own)
-    names_and_keys = dict.fromkeys(name_and_key for values_of_rank in by_rank for name_and_key in values_of_rank)
+    descriptions_by_rank = runtime.gather_objects(own_descriptions)
+    names_and_keys = dict.fromkeys(name_and_key for of_rank in descriptions_by_rank for name_and_key in of_rank)
     for name, key in names_and_keys:
-        descriptions = [values_of_rank.get((name, key)) for values_of_rank in by_rank]
-        blocks = next((part for part in descriptions if isinstance(part, dict)), None)
+        descriptions = [of_rank.get((name, key)) for of_rank in descriptions_by_rank]
+        blocks = next((description for description in descriptions if isinstance(description, dict)), None)
         if "in other blocks" in descriptions or (blocks is not None and "plain" in descriptions):
             rank = next(r for r, description in enumerate(descriptions) if isinstance(description, str))
             raise CheckpointValueError(
@@ -162,10 +167,10 @@ def check_blocks(
                 "Use a strategy that keeps whole rows on each rank, with a number of ranks that divides the rows into "
                 "multiples of block_size elements; or an optimizer whose state is plain, such as AdamW."
             )
-        if blocks is not None and own.get((name, key)) is None:
+        if blocks is not None and own_descriptions.get((name, key)) is None:
             completed.setdefault(name, {})[key] = {
-                k: ChunkedTensor(shape=v[0], dtype=v[1], chunks=(), replica=0) if isinstance(v, tuple) else v
-                for k, v in blocks.items()
+                field: ChunkedTensor(shape=v[0], dtype=v[1], chunks=(), replica=0) if isinstance(v, tuple) else v
+                for field, v in blocks.items()  # tuples are the shape and dtype of a tensor
             }
     return completed
 
@@ -202,7 +207,7 @@ def check_fits_shard(
             f"the checkpoint holds {key} of {part.name!r} at shape {tuple(saved['shape'])}, but the parameter has "
             f"{part.shape}.\nLoad the checkpoint into the model that it was saved from."
         )
-    if run is None or run[0] % block_size or run[1] % block_size:
+    if run is None or run.start % block_size or run.length % block_size:
         raise CheckpointMismatchError(
             f"{key!r} of {part.name!r} was saved in blocks of {block_size} elements, and this rank's part begins or "
             "ends within one.\nLoad it under a strategy that keeps whole rows on each rank, on a number of ranks that "
@@ -228,13 +233,13 @@ def restore_shard(
     assert run is not None
     local_state = local_tensor(parameter).detach()
     blocks: Any = torch.zeros_like(local_state)
-    if run[1]:
+    if run.length:
         blocks = maker._subclass_zeros(local_state, bool(saved["signed"]), block_size)
-        elements_per_byte = run[1] // blocks.codes.numel()
+        elements_per_byte = run.length // blocks.codes.numel()
         for name, data, size in (("codes", blocks.codes, elements_per_byte), ("scale", blocks.scale, block_size)):
             full = saved[name]
             flat = data.view(-1)
-            chunk = Chunk(offsets=(run[0] // size,), data=flat)
+            chunk = Chunk(offsets=(run.start // size,), data=flat)
             fill(ChunkedTensor(shape=tuple(full.shape), dtype=flat.dtype, chunks=(chunk,)), full)
     if not isinstance(parameter, DTensor):
         return blocks

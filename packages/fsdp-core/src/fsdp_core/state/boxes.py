@@ -28,13 +28,13 @@ def is_shape(shape: Sequence[int]) -> bool:
     return math.prod(max(size, 1) for size in shape) <= _MAX_ELEMENTS
 
 
-def cut(shape: Sequence[int], item_bytes: int, most_bytes: int) -> Iterator[Box]:
+def cut(shape: Sequence[int], item_bytes: int, max_bytes: int) -> Iterator[Box]:
     """Cut a tensor into consecutive boxes in row-major order.
 
     Args:
         shape: The tensor's shape.
         item_bytes: The size of one element in bytes.
-        most_bytes: The maximum size of a box with more than one element.
+        max_bytes: The maximum size of a box with more than one element.
 
     Yields:
         Offsets and lengths of each box; none if the tensor is empty.
@@ -44,20 +44,22 @@ def cut(shape: Sequence[int], item_bytes: int, most_bytes: int) -> Iterator[Box]
         [((0, 0), (2, 2)), ((2, 0), (1, 2))]
     """
     if 0 not in shape:
-        yield from _cut((0,) * len(shape), tuple(shape), item_bytes, most_bytes)
+        yield from _cut((0,) * len(shape), tuple(shape), item_bytes, max_bytes)
 
 
-def _cut(offsets: tuple[int, ...], lengths: tuple[int, ...], item_bytes: int, most_bytes: int) -> Iterator[Box]:
+def _cut(offsets: tuple[int, ...], lengths: tuple[int, ...], item_bytes: int, max_bytes: int) -> Iterator[Box]:
+    """Cut a box along its first axis that is longer than 1, and what is still too large along the next ones."""
     axis = next((i for i, length in enumerate(lengths) if length > 1), None)
-    total = item_bytes * math.prod(lengths)
-    if axis is None or total <= most_bytes:
+    total_bytes = item_bytes * math.prod(lengths)
+    if axis is None or total_bytes <= max_bytes:
         yield offsets, lengths
         return
-    rows = max(1, most_bytes // (total // lengths[axis]))
+    row_bytes = total_bytes // lengths[axis]
+    rows = max(1, max_bytes // row_bytes)
     for row in range(0, lengths[axis], rows):
         begin = (*offsets[:axis], offsets[axis] + row, *offsets[axis + 1 :])
         size = (*lengths[:axis], min(rows, lengths[axis] - row), *lengths[axis + 1 :])
-        yield from _cut(begin, size, item_bytes, most_bytes)
+        yield from _cut(begin, size, item_bytes, max_bytes)
 
 
 def boxes(shape: tuple[int, ...], start: int, length: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
@@ -79,8 +81,11 @@ def boxes(shape: tuple[int, ...], start: int, length: int) -> Iterator[tuple[tup
     """
     if not length:
         return
-    if len(shape) <= 1:
-        yield ((start,), (length,), 0) if shape else ((), (), 0)
+    if not shape:
+        yield (), (), 0
+        return
+    if len(shape) == 1:
+        yield (start,), (length,), 0
         return
     row_length = math.prod(shape[1:])
     row, start_in_row = divmod(start, row_length)
@@ -176,8 +181,10 @@ def _copy_runs(
         return
     begin = offsets[0] * pitch + first
     rows = lengths[0]
-    unit = math.gcd(run, pitch, begin, 8)  # the largest number of bytes that divides the begins and lengths of runs
-    if rows <= run // unit:
+    # Runs begin and end at multiples of this many bytes; 8 are the most that a memoryview can copy as one item.
+    unit = math.gcd(run, pitch, begin, 8)
+    columns = run // unit
+    if rows <= columns:  # fewer copies than one for each column
         for row in range(rows):
             run_begin = begin + row * pitch
             target[run_begin : run_begin + run] = box[row * run : (row + 1) * run]
@@ -187,7 +194,6 @@ def _copy_runs(
     target_units = target.cast(unit_format)
     box_units = box.cast(unit_format)
     step = pitch // unit
-    columns = run // unit
     for column in range(columns):
         start = begin // unit + column
         target_units[start : start + (rows - 1) * step + 1 : step] = box_units[column::columns]

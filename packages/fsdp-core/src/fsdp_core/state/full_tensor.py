@@ -78,12 +78,12 @@ def gather_each(values: Mapping[Any, Any], runtime: Runtime) -> Iterator[tuple[A
     """
     values = {name: chunked(value) if _is_strided(value) else value for name, value in values.items()}
     own_boxes = {name: _own_boxes(value) for name, value in values.items() if isinstance(value, ChunkedTensor)}
-    by_rank: list[dict[Any, tuple[int, list[Box]]]] = runtime.gather_objects(own_boxes) if own_boxes else []
+    boxes_by_rank: list[dict[Any, tuple[int, list[Box]]]] = runtime.gather_objects(own_boxes) if own_boxes else []
     for name, value in values.items():
         if isinstance(value, SavedTensor):
             yield name, value.full()
         elif isinstance(value, ChunkedTensor):
-            replicas_and_boxes = [boxes_by_name[name] for boxes_by_name in by_rank]
+            replicas_and_boxes = [boxes_by_name[name] for boxes_by_name in boxes_by_rank]
             _check_covered(value.shape, [boxes for replica, boxes in replicas_and_boxes if replica == 0], name)
             yield name, _gather_chunks(value, [boxes for _, boxes in replicas_and_boxes], runtime)
         elif isinstance(value, Tensor):
@@ -102,9 +102,9 @@ def _own_boxes(value: ChunkedTensor) -> tuple[int, list[Box]]:
     return value.replica, [(tuple(chunk.offsets), tuple(chunk.data.shape)) for chunk in value.chunks]
 
 
-def _gather_chunks(value: ChunkedTensor, by_rank: Sequence[Sequence[Box]], runtime: Runtime) -> Tensor:
+def _gather_chunks(value: ChunkedTensor, boxes_by_rank: Sequence[Sequence[Box]], runtime: Runtime) -> Tensor:
     """Gather a tensor from chunks. Ranks exchange equally long runs of bytes, which every library supports."""
-    max_elements = max(sum(prod(box) for _, box in boxes) for boxes in by_rank)
+    max_elements = max(sum(prod(box) for _, box in boxes) for boxes in boxes_by_rank)
     if not max_elements:
         return torch.empty(value.shape, dtype=value.dtype, device=runtime.device)
     flat = torch.zeros(max_elements, dtype=value.dtype, device=runtime.device)
@@ -115,7 +115,7 @@ def _gather_chunks(value: ChunkedTensor, by_rank: Sequence[Sequence[Box]], runti
         position += chunk.data.numel()
     gathered = runtime.all_gather(flat.view(torch.uint8)).view(value.dtype)
     result = torch.empty(value.shape, dtype=value.dtype, device=runtime.device)
-    for boxes, run in zip(by_rank, gathered, strict=True):
+    for boxes, run in zip(boxes_by_rank, gathered, strict=True):
         position = 0
         for offsets, box in boxes:
             box_slices = tuple(slice(o, o + n) for o, n in zip(offsets, box, strict=True))
@@ -124,9 +124,9 @@ def _gather_chunks(value: ChunkedTensor, by_rank: Sequence[Sequence[Box]], runti
     return result
 
 
-def _check_covered(shape: tuple[int, ...], by_rank: Sequence[Sequence[Box]], name: Any) -> None:
+def _check_covered(shape: tuple[int, ...], boxes_by_rank: Sequence[Sequence[Box]], name: Any) -> None:
     """Refuse a tensor that copy 0 does not cover exactly once: a hole would keep whatever was in memory."""
-    fault = find_fault(shape, [box for boxes in by_rank for box in boxes if prod(box[1])])
+    fault = find_fault(shape, [box for boxes in boxes_by_rank for box in boxes if prod(box[1])])
     if fault is not None:
         raise ShardingError(
             f"{name} of shape {list(shape)} can't be gathered: {fault}, over all ranks.\n"

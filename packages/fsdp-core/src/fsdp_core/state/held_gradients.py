@@ -104,12 +104,12 @@ def restore_at_parameters(
         raise _no_such_gradient(name, module)
     for parameter in layout:
         parameter.grad = None
-    for name, read in own.items():
+    for name, read_gradient in own.items():
         parameter, part = parameter_and_part[name]
         if isinstance(parameter, DTensor) or part.range is not None:
             raise _no_such_gradient(name, module)
         parameter.grad = torch.empty_like(parameter, requires_grad=False)
-        fill(parameter.grad, read(), cast=True)
+        fill(parameter.grad, read_gradient(), cast=True)
     for name, grad in reduced.items():
         parameter, part = parameter_and_part[name]
         if parameter.grad is None:
@@ -137,8 +137,9 @@ def describe_gradients(gradients: HeldGradients, runtime: Runtime) -> dict[str, 
         ``{"own": {rank: {name: tensor}}, "reduced": {name: tensor}}``, sharing memory with the gradients; ``None`` if
         no rank holds any.
     """
-    by_rank = runtime.gather_objects({name: (tuple(grad.shape), grad.dtype) for name, grad in gradients.own.items()})
-    if not any(by_rank) and not gradients.reduced:
+    own_specs = {name: (tuple(grad.shape), grad.dtype) for name, grad in gradients.own.items()}
+    specs_by_rank = runtime.gather_objects(own_specs)
+    if not any(specs_by_rank) and not gradients.reduced:
         return None
     mesh = runtime.mesh
     own_coordinate = mesh.coordinate(runtime.rank, GRADIENT_AXES)
@@ -149,7 +150,7 @@ def describe_gradients(gradients: HeldGradients, runtime: Runtime) -> dict[str, 
                 name: _as_chunked(
                     gradients.own[name] if index == own_coordinate else None, shape, dtype, runtime.rank == peers[0]
                 )
-                for name, (shape, dtype) in by_rank[rank].items()
+                for name, (shape, dtype) in specs_by_rank[rank].items()
             }
             for index, rank in enumerate(mesh.peers(0, GRADIENT_AXES))
         },

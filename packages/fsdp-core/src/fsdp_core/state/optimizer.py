@@ -67,7 +67,6 @@ def optimizer_state(optimizer: torch.optim.Optimizer, layout: Layout, runtime: R
         OptimizerMismatchError: The optimizer holds a parameter without a name.
     """
     owners = owners_of(optimizer)
-    optimizer = stateful_optimizer(optimizer) if owners is None else optimizer
     if owners is not None:
         settings = owned_groups(optimizer, owners, runtime)
         return {
@@ -77,6 +76,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, layout: Layout, runtime: R
                 for group_settings, group in zip(settings, optimizer.param_groups, strict=True)
             ],
         }
+    optimizer = stateful_optimizer(optimizer)
     is_quantising = quantises(optimizer)
     state = {
         part.name: {
@@ -144,33 +144,33 @@ def load_optimizer_state(
             "doesn't.\n"
             "Build the optimizer over the parameters that it was saved with, or load only the weights."
         )
-    group_of = {name: group for group in saved["param_groups"] for name in group["params"]}
-    settings: list[dict[str, Any]] = []
+    saved_group_by_name = {name: group for group in saved["param_groups"] for name in group["params"]}
+    settings_by_group: list[dict[str, Any]] = []
     for index, group in enumerate(optimizer.param_groups):
         names = _parameter_names(layout, group["params"])
-        missing = [name for name in names if name not in group_of]
+        missing = [name for name in names if name not in saved_group_by_name]
         if missing:
             raise CheckpointMismatchError(
                 f"the checkpoint's optimizer state lacks {_list_some(missing)}, which param group {index} holds.\n"
                 "Load it into the model and the optimizer that it was saved from, or load only the weights."
             )
         saved_settings = [
-            {key: value for key, value in group_of[name].items() if key not in ("params", "param_names")}
+            {key: value for key, value in saved_group_by_name[name].items() if key not in ("params", "param_names")}
             for name in names
         ]
-        if any(other != saved_settings[0] for other in saved_settings[1:]):
+        if any(settings != saved_settings[0] for settings in saved_settings[1:]):
             raise CheckpointMismatchError(
                 f"the parameters of param group {index} were saved in groups of different settings.\n"
                 "Build the optimizer with the param groups that it was saved with."
             )
-        settings.append(saved_settings[0] if saved_settings else {})
+        settings_by_group.append(saved_settings[0] if saved_settings else {})
     _refuse_split_groups(optimizer, layout, saved["param_groups"])
     owners = owners_of(optimizer)
     _check_state(optimizer, layout, saved["state"], is_owned=owners is not None)
     if check_only:
         return
-    for group, restored in zip(optimizer.param_groups, settings, strict=True):
-        group.update(restored)
+    for group, settings in zip(optimizer.param_groups, settings_by_group, strict=True):
+        group.update(settings)
     optimizer.state.clear()
     restore = restore or _restore_value
     if owners is not None:
@@ -178,11 +178,13 @@ def load_optimizer_state(
             for parameter in filter(owners.is_own, group["params"]):
                 (part,) = _parts_of(layout, parameter)
                 values = saved["state"].get(part.name)
-                like_parameter = nn.Parameter(local_tensor(parameter).detach(), False)
-                full_part = (Part(name=part.name, shape=part.shape),)
                 if values:
+                    # An owner keeps full state, so it is restored as that of an unsharded parameter.
+                    unsharded = nn.Parameter(local_tensor(parameter).detach(), False)
+                    full_part = Part(name=part.name, shape=part.shape)
                     optimizer.state[parameter] = {
-                        k: _restore_value(like_parameter, full_part, group, k, [values[k]]) for k in values
+                        key: _restore_value(unsharded, (full_part,), group, key, [value])
+                        for key, value in values.items()
                     }
         return
     for group in optimizer.param_groups:
@@ -210,11 +212,11 @@ _USE_SAVED_GROUPS = (
 
 def _refuse_split_groups(optimizer: torch.optim.Optimizer, layout: Layout, saved: Sequence[Mapping[str, Any]]) -> None:
     """Refuse to give several groups the settings of the one group that their parameters were saved in."""
-    saved_in = {name: index for index, group in enumerate(saved) for name in group["params"]}
-    names_by_saved_group: dict[int, dict[int, list[str]]] = {}
+    saved_index_of = {name: index for index, group in enumerate(saved) for name in group["params"]}
+    names_by_saved_group: dict[int, dict[int, list[str]]] = {}  # by the saved group's index, then by that of the new
     for index, group in enumerate(optimizer.param_groups):
         for name in _parameter_names(layout, group["params"]):
-            names_by_saved_group.setdefault(saved_in[name], {}).setdefault(index, []).append(name)
+            names_by_saved_group.setdefault(saved_index_of[name], {}).setdefault(index, []).append(name)
     for saved_index, names_by_group in names_by_saved_group.items():
         if len(names_by_group) > 1:
             lines = []
@@ -230,8 +232,9 @@ def _refuse_split_groups(optimizer: torch.optim.Optimizer, layout: Layout, saved
 
 def _list_lost_settings(group: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
     """List the settings of a group that the saved ones would replace."""
-    differing = [key for key in group if key != "params" and key in saved and str(group[key]) != str(saved[key])]
-    return ": " * bool(differing) + ", ".join(f"{key} {saved[key]} instead of {group[key]}" for key in differing)
+    lost_keys = [key for key in group if key != "params" and key in saved and str(group[key]) != str(saved[key])]
+    settings = ", ".join(f"{key} {saved[key]} instead of {group[key]}" for key in lost_keys)
+    return f": {settings}" if settings else ""
 
 
 def _describe_value(part: Part, parameter: Tensor, value: Any) -> Any:
@@ -247,7 +250,8 @@ def _describe_value(part: Part, parameter: Tensor, value: Any) -> Any:
         return part.of(value)
     # One value per parameter, such as a step count: the rank with the first element saves it.
     chunk = Chunk(offsets=(0,) * value.ndim, data=value.detach())
-    return ChunkedTensor(shape=tuple(value.shape), dtype=value.dtype, chunks=(chunk,), replica=int(not part.is_first))
+    replica = 0 if part.is_first else 1
+    return ChunkedTensor(shape=tuple(value.shape), dtype=value.dtype, chunks=(chunk,), replica=replica)
 
 
 def _map_members(value: Any, convert: Callable[[Any], Any]) -> Any:
@@ -262,11 +266,11 @@ def _complete_state(state: NamedState, parts: Mapping[str, Part], runtime: Runti
     """Add state that only other ranks hold, so that all ranks have the same names and keys. All ranks must call it."""
     own = {name: {key: _ValueSpec.of(value) for key, value in values.items()} for name, values in state.items()}
     specs: dict[str, dict[str, _ValueSpec]] = {}
-    by_rank = runtime.gather_objects_to((own, {name for name in own if parts[name].is_first}))
+    specs_by_rank = runtime.gather_objects_to((own, {name for name in own if parts[name].is_first}))
     # Plain values may differ between ranks: those of the rank with a parameter's first element are taken.
-    for specs_of_rank, names_with_first_element in by_rank or ():
+    for specs_of_rank, names_with_first_element in specs_by_rank or ():
         specs.update((name, specs_of_rank[name]) for name in names_with_first_element if name not in specs)
-    for specs_of_rank, _ in by_rank or ():
+    for specs_of_rank, _ in specs_by_rank or ():
         for name, specs_by_key in specs_of_rank.items():
             specs.setdefault(name, specs_by_key)
     specs = runtime.broadcast_object(specs)
@@ -370,21 +374,24 @@ def _check_state(
                             "Save a checkpoint and load that, or pass full tensors."
                         )
                     shape = tuple(getattr(value, "shape", ()))
-                    # Factored moments have size 1 in some dimensions, and other state has another number of them.
-                    has_fitting_shape = len(shape) != len(part.shape) or all(
-                        s in (1, p) for s, p in zip(shape, part.shape, strict=True)
-                    )
-                    # For full parameters, Shampoo and others keep square matrices with the size of one dimension.
-                    holds_full_parameter = is_owned or (part.range is None and not isinstance(parameter, DTensor))
-                    has_fitting_shape = has_fitting_shape or (
-                        holds_full_parameter and len(set(shape)) == 1 and shape[0] in part.shape
-                    )
-                    if not has_fitting_shape:
+                    is_full = is_owned or (part.range is None and not isinstance(parameter, DTensor))
+                    if not _has_fitting_shape(shape, part.shape, is_full=is_full):
                         raise CheckpointMismatchError(
                             f"the checkpoint holds {key} of {part.name!r} at shape {shape}, but the parameter has "
                             f"{part.shape}.\nLoad the checkpoint into the model that it was saved from."
                         )
             _check_shared_state(parts, state)
+
+
+def _has_fitting_shape(shape: tuple[int, ...], parameter_shape: tuple[int, ...], *, is_full: bool) -> bool:
+    """Whether state of a parameter can have a shape, as far as that is known of all optimizers."""
+    if len(shape) != len(parameter_shape):
+        return True
+    # For full parameters, Shampoo and others keep square matrices with the size of one dimension.
+    if is_full and len(set(shape)) == 1 and shape[0] in parameter_shape:
+        return True
+    # Factored moments have size 1 in some dimensions.
+    return all(size in (1, wanted) for size, wanted in zip(shape, parameter_shape, strict=True))
 
 
 def _check_shared_state(parts: Sequence[Part], state: Mapping[str, Mapping[str, Any]]) -> None:

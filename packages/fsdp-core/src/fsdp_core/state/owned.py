@@ -91,11 +91,11 @@ def owned_state(
 def owned_groups(optimizer: torch.optim.Optimizer, owners: Owners, runtime: Runtime) -> list[dict[str, Any]]:
     """Return the param groups' settings, each from a rank that has stepped over one of its members."""
     settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    by_rank = runtime.gather_objects_to(settings)
+    settings_by_rank = runtime.gather_objects_to(settings)
     chosen_settings: list[dict[str, Any]] = []
-    if by_rank is not None:
-        groups = enumerate(optimizer.param_groups)
-        chosen_settings = [by_rank[owners.rank_of_group(group["params"])][index] for index, group in groups]
+    if settings_by_rank is not None:
+        for index, group in enumerate(optimizer.param_groups):
+            chosen_settings.append(settings_by_rank[owners.rank_of_group(group["params"])][index])
     chosen_settings = runtime.broadcast_object(chosen_settings)
     return chosen_settings
 

@@ -15,9 +15,9 @@ from fsdp_core.testing.launching.rank_context import rank_context
 __all__ = [
     "assert_sharded",
     "copied_state",
+    "count_local_elements",
     "full_optimizer_state",
     "full_state",
-    "held_by",
     "local",
     "poison_gradient",
     "sharded_by",
@@ -80,9 +80,9 @@ def local(tensor: Tensor) -> Tensor:
     return rank_context().local(tensor)
 
 
-def held_by(parameters: Iterable[Tensor]) -> int:
-    """The number of elements of some parameters that this rank holds."""
-    return sum(map(rank_context().held, parameters))
+def count_local_elements(parameters: Iterable[Tensor]) -> int:
+    """Count the elements of some parameters that this rank holds."""
+    return sum(map(rank_context().local_numel, parameters))
 
 
 def trained_by(optimizer: Any) -> list[nn.Parameter]:
@@ -90,11 +90,11 @@ def trained_by(optimizer: Any) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def assert_sharded(held: Sequence[int], total: int) -> None:
+def assert_sharded(local_counts: Sequence[int], total: int) -> None:
     """Assert that every rank holds about its share, and that together they hold everything.
 
     Args:
-        held: The number of elements that each rank holds, by rank; see :func:`held_by`.
+        local_counts: The number of elements that each rank holds, by rank; see :func:`count_local_elements`.
         total: The number of elements of the unsharded model.
 
     Example:
@@ -105,9 +105,10 @@ def assert_sharded(held: Sequence[int], total: int) -> None:
         AssertionError: of 9 elements, the ranks hold [9, 9]...
     """
     # Shares are uneven if sizes don't divide evenly, and 0-dim parameters may be on every rank.
-    max_share = int(1.3 * total / len(held))
-    assert max(held) <= max_share, f"of {total} elements, the ranks hold {held}: each may hold {max_share} at most"
-    assert sum(held) >= total, f"of {total} elements, the ranks hold {held}"
+    max_share = int(1.3 * total / len(local_counts))
+    message = f"of {total} elements, the ranks hold {local_counts}"
+    assert max(local_counts) <= max_share, f"{message}: each may hold {max_share} at most"
+    assert sum(local_counts) >= total, message
 
 
 def poison_gradient(parameters: Iterable[nn.Parameter], value: float, *, on_this_rank: bool) -> None:

@@ -53,9 +53,9 @@ def restore_gradients(
     Raises:
         CheckpointMismatchError: A gradient belongs to no parameter of the module, or has another shape.
     """
-    owner_and_attribute = {name: (member.owner, member.attribute) for name, member in named_members(root)}
+    keys = {name: (id(member.owner), member.attribute) for name, member in named_members(root)}
     for name in (*own, *reduced):
-        if name not in owner_and_attribute:
+        if name not in keys:
             raise CheckpointMismatchError(
                 f"the checkpoint holds an accumulated gradient of {name!r}, which is not a parameter of this model.\n"
                 "Load it into the model that it was saved from, or load the weights alone."
@@ -68,7 +68,8 @@ def restore_gradients(
                 if part.name in reduced:
                     fill(part.of(flat), reduced[part.name], cast=True)
             shard.grad = flat.view(shard.shape).to(shard.device)
-    if any(runtime.gather_objects(bool(own))):  # all ranks must gather the parameters, on which they are set
-        readers = {(id(owner_and_attribute[name][0]), owner_and_attribute[name][1]): read for name, read in own.items()}
+    # Unreduced gradients are set on full parameters, for which all ranks must gather if one rank has such gradients.
+    if any(runtime.gather_objects(bool(own))):
+        readers = {keys[name]: read_gradient for name, read_gradient in own.items()}
         for unit in units_of(root):
             set_unreduced_gradients(unit, readers)

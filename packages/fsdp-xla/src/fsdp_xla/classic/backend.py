@@ -78,7 +78,7 @@ class XLABackend(Backend):
 
     def check_shardable(self, module: nn.Module) -> None:
         super().check_shardable(module)
-        check_collectives(self.options.passed_on(), on_cpu=torch_xla.runtime.device_type() == "CPU")
+        check_collectives(self.options.wrapper_arguments(), on_cpu=torch_xla.runtime.device_type() == "CPU")
         if type(module).forward is nn.Module.forward:
             raise ShardingError(
                 f"{type(module).__name__} has no forward(), for which XlaFullyShardedDataParallel gathers parameters.\n"
@@ -151,7 +151,7 @@ class XLABackend(Backend):
                 "compute_dtype": self.precision.compute,
                 # With pinned layouts, an all-gather is a sum over padding: no faster, and another program on each rank.
                 "pin_layout_in_collective_ops": False,
-                **self.options.passed_on(),
+                **self.options.wrapper_arguments(),
             },
         )
         if not wrapped.sharded_params:
@@ -189,6 +189,7 @@ def _materialize_on_device(modules: Sequence[nn.Module], runtime: XLARuntime) ->
     with runtime.building():
         materialize(modules, torch.device("cpu"))
     device = runtime.device
+    # New and old parameters by the old one's id. The old one is kept, so that its id is not reused.
     new_and_old: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for module in modules:
         for name, parameter in list(module.named_parameters(recurse=False)):

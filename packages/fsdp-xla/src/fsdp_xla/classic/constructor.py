@@ -14,7 +14,7 @@ from fsdp_xla.classic.backend import XLABackend
 from fsdp_xla.classic.options import XLAFSDPOptions
 from fsdp_xla.classic.runtime import XLARuntime
 from fsdp_xla.lightning.cluster_environment import XLADeviceRanks, XLARanks
-from fsdp_xla.options import ALWAYS, INSTEAD
+from fsdp_xla.options import ACCEPTED_NOOPS, MIGRATION_HINTS
 
 __all__ = ["XLAFSDPRanks"]
 
@@ -35,8 +35,8 @@ class XLAFSDPRanks(XLADeviceRanks, ShardedStrategy):
         *("activation_checkpointing_policy", "state_dict_type", "sequential_save"),
     )
     left_out: ClassVar[Collection[str]] = ("cluster_environment", "precision_plugin")
-    migration_hints: ClassVar = INSTEAD
-    accepted_noops: ClassVar = ALWAYS
+    migration_hints: ClassVar = MIGRATION_HINTS
+    accepted_noops: ClassVar = ACCEPTED_NOOPS
 
     options: XLAFSDPOptions
     backend: XLABackend

@@ -71,16 +71,16 @@ class XLAFSDPOptions(ShardingOptions):
 
     def __post_init__(self) -> None:
         check_sequential_save(self.sequential_save, self.async_save)
-        check_options(self.passed_on())
+        check_options(self.wrapper_arguments())
 
     @classmethod
-    def names_passed_on(cls) -> list[str]:
-        """The options of torch_xla's ``XlaFullyShardedDataParallel``, in its order."""
+    def wrapper_argument_names(cls) -> list[str]:
+        """The options that torch_xla's ``XlaFullyShardedDataParallel`` takes as arguments, in its order."""
         common_names = {option_field.name for option_field in fields(ShardingOptions)}
         own_names = {"auto_wrap_policy", "activation_checkpointing_policy", "sequential_save"}
         return [name for name in XLAFSDPOptions.__annotations__ if name not in common_names | own_names]
 
-    def passed_on(self) -> dict[str, Any]:
-        """Those that have a value: the others get torch_xla's defaults."""
-        values = {name: getattr(self, name) for name in self.names_passed_on()}
+    def wrapper_arguments(self) -> dict[str, Any]:
+        """The wrapper's arguments. It has defaults for the options that are ``None``."""
+        values = {name: getattr(self, name) for name in self.wrapper_argument_names()}
         return {name: value for name, value in values.items() if value is not None}

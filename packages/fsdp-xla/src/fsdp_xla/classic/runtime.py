@@ -94,8 +94,8 @@ class XLARuntime(Runtime):
             return tensor
         stacked = torch.stack(self.gather_objects(xla.on_host(tensor)))
         reduced = stacked.sum(0) / len(stacked) if op == "mean" else _REDUCTIONS[str(op)](stacked)
-        # With gradients, the copy would cut the tensor off from what it was computed from. Integers are rounded towards
-        # zero, as in Lightning's reduction.
+        # Autograd must not record the copy, which would replace the tensor's own history. The copy rounds integers
+        # towards zero, as Lightning's reduction does.
         with torch.no_grad():
             tensor.copy_(reduced)
         return tensor
@@ -139,7 +139,7 @@ class XLARuntime(Runtime):
 
 
 class _DeviceObject:
-    """Is sent before an object with device tensors, so that all ranks run their pending computations first."""
+    """A message that announces an object with device tensors: all ranks run their pending computations first."""
 
 
 class _InGraph(XLARuntime):

@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from fsdp_core import Sharded, UnsupportedCapabilityError
 from fsdp_core.sharding import ParameterOrders, StepWrites, clip_grads_by_norm, is_recomputing
 from fsdp_core.state import (
-    ChunkedTensor,
     HeldGradients,
     Layout,
-    Part,
     SavedTensor,
     aliases,
     clean_name,
@@ -91,7 +89,7 @@ class XLASharded(Sharded):
 
     def suspend_forward(self, loss: Tensor | None = None) -> None:
         self._is_manual = True
-        if loss is not None:  # an optimizer step needs nothing
+        if loss is not None:  # otherwise an optimizer step comes, which needs no change of state
             units.suspend_forward(self.root)
 
     def resume_forward(self) -> None:
@@ -142,10 +140,14 @@ class XLASharded(Sharded):
         self.reshard()
         xla.settle()
         reads_late = self.backend.options.sequential_save and not self._is_loading  # a load fills chunks in memory
-        shards: dict[str, ChunkedTensor] = {}
+        shards: dict[str, Any] = {}
         for shard, parts in self.layout().items():
-            part_of_shard = DeviceFlat(shard, parts).part if reads_late else _part_on_host(flat_on_host(shard))
-            shards.update((part.name, part_of_shard(part)) for part in parts)
+            if reads_late:
+                device_flat = DeviceFlat(shard, parts)
+                shards.update((part.name, device_flat.part(part)) for part in parts)
+            else:
+                host_flat = flat_on_host(shard)
+                shards.update((part.name, part.of(host_flat)) for part in parts)
         with self.unsharded_view():
             user_module = self.module
             state = {clean_name(name): value for name, value in type(user_module).state_dict(user_module).items()}
@@ -219,7 +221,3 @@ class XLASharded(Sharded):
         host_optimizer.complete(state_by_name(host_optimizer, host_optimizer.layout, state)["state"])
         host_optimizer.load_into_optimizer()
         xla.settle()
-
-
-def _part_on_host(flat: Tensor) -> Callable[[Part], Any]:
-    return lambda part: part.of(flat)

@@ -39,12 +39,15 @@ from fsdp_xla.torch_xla_private.devices import random_numbers_kept, runtime_is_s
 
 __all__ = ["Lockstep", "lockstep"]
 
-_FETCHES = ("cpu", "to", "tolist", "numpy")  # and operators_on_the_host()
-_FETCHING = "waits for a value (.item(), print, if, a boolean mask)"
+#: Methods of Tensor that wait for a value. Operators that do are in :mod:`~fsdp_xla.cpu_ranks.host_operators`.
+_FETCH_METHODS = ("cpu", "to", "tolist", "numpy")
+#: What a rank does then, for the barrier's errors.
+_FETCH_OPERATION = "waits for a value (.item(), print, if, a boolean mask)"
 _COLLECTIVES = ("cross_replica_sum", "all_gather", "reduce_scatter", "all_to_all", "collective_permute", "all_reduce")
-#: The client's asynchronous dispatch loses a rank about once in 200 steps, and its pools must hold a thread per rank.
+#: The client's asynchronous dispatch loses a rank about once in 200 steps.
 _ENVIRONMENT = {"PJRT_CPU_ASYNC_CLIENT": "0"}
-_POOLS = ("XLA_THREAD_POOL_SIZE", "NPROC")
+#: The variables with the sizes of the client's thread pools, which must have a thread for each rank.
+_POOL_SIZE_VARIABLES = ("XLA_THREAD_POOL_SIZE", "NPROC")
 
 
 class Lockstep:
@@ -117,6 +120,7 @@ class Lockstep:
         self._counters_before = _compile_counters()
 
     def _is_cached(self) -> bool:
+        """Whether rank 0 has looked up its program, and found it in the cache or compiled and added it."""
         assert self._counters_before is not None
         hits, misses, programs = _compile_counters()
         hits_before, misses_before, programs_before = self._counters_before
@@ -157,7 +161,7 @@ def lockstep(ranks: int, barrier: ThreadBarrier) -> Iterator[Lockstep]:
         for owner in (torch_xla, torch_xla.torch_xla):
             patch(owner, "sync", steps.sync)
         patch(xm, "mark_step", steps.sync)
-        for name in _FETCHES:
+        for name in _FETCH_METHODS:
             patch(Tensor, name, _wrap_fetch(getattr(Tensor, name), steps))
         # These flags are global to the process, and each rank is a thread and needs its own.
         status = _StatusOfThread()
@@ -201,8 +205,8 @@ def _check_environment(ranks: int) -> None:
             )
         return
     os.environ.update(_ENVIRONMENT)
-    for pool in _POOLS:
-        os.environ.setdefault(pool, str(max(8, 2 * ranks)))
+    for variable in _POOL_SIZE_VARIABLES:
+        os.environ.setdefault(variable, str(max(8, 2 * ranks)))
 
 
 def _wrap_fetch(fetch: Callable[..., Any], steps: Lockstep) -> Callable[..., Any]:
@@ -214,7 +218,7 @@ def _wrap_fetch(fetch: Callable[..., Any], steps: Lockstep) -> Callable[..., Any
             text = _XLAC._get_xla_tensors_text([self])
             if any(name in text for name in _COLLECTIVES):
                 with random_numbers_kept():
-                    steps.sync(operation=_FETCHING)
+                    steps.sync(operation=_FETCH_OPERATION)
         return fetch(self, *args, **kwargs)
 
     return fetch_when_run

@@ -76,7 +76,8 @@ def accelerator_for(strategy: str, chosen: Any) -> Any:
     if isinstance(chosen, FabricCPUAccelerator) or name == "CPUAccelerator":
         if uses_cpu_devices():
             accelerator = XLACPUAccelerator()
-            chosen.setup_device = accelerator.setup_device  # Fabric calls this method of its own choice, and no other
+            # Fabric keeps the accelerator that it has chosen, and calls only this method of it.
+            chosen.setup_device = accelerator.setup_device
             return accelerator
         raise StrategyUnavailableError(
             f"strategy {strategy!r} runs on XLA devices, and the accelerator is 'cpu'.\n"

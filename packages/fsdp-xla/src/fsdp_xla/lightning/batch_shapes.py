@@ -18,8 +18,8 @@ def stage_of(module: pl.LightningModule | None) -> str:
     return "none" if stage is None else str(stage.value)
 
 
-#: Two shapes per stage are normal: that of its batches, and that of the last one.
-_EXPECTED = 3
+#: The most shapes per stage without a warning. Two are normal: that of all batches but the last, and that of the last.
+_MAX_SHAPES = 3
 
 
 class BatchShapes:
@@ -40,7 +40,7 @@ class BatchShapes:
         self._shapes: dict[str, list[tuple[tuple[int, ...], ...]]] = {}
 
     def note(self, stage: str, batch: Any) -> None:
-        """Record a batch's shapes, and warn once for each stage that has had more shapes than expected.
+        """Record a batch's shapes, and warn once for each stage that has had too many.
 
         Args:
             stage: The stage in which the batch is used.
@@ -49,14 +49,14 @@ class BatchShapes:
         shapes: list[tuple[int, ...]] = []
         apply_to_collection(batch, Tensor, lambda tensor: shapes.append(tuple(tensor.shape)))
         earlier_shapes = self._shapes.setdefault(stage, [])
-        if tuple(shapes) in earlier_shapes or len(earlier_shapes) > _EXPECTED:
+        if tuple(shapes) in earlier_shapes or len(earlier_shapes) > _MAX_SHAPES:
             return
         earlier_shapes.append(tuple(shapes))
-        if len(earlier_shapes) > _EXPECTED:
-            earlier = [" and ".join(map(str, batch_shapes)) or "no tensor" for batch_shapes in earlier_shapes]
+        if len(earlier_shapes) > _MAX_SHAPES:
+            texts = [" and ".join(map(str, batch_shapes)) or "no tensor" for batch_shapes in earlier_shapes]
             warnings.warn(
-                f"the batches of {stage!r} have had {len(earlier)} different shapes so far, and XLA compiles programs "
-                f"for each: {', '.join(earlier)}.\nPad them to one shape, or to a few, and write drop_last=True in "
+                f"the batches of {stage!r} have had {len(texts)} different shapes so far, and XLA compiles programs "
+                f"for each: {', '.join(texts)}.\nPad them to one shape, or to a few, and write drop_last=True in "
                 "the DataLoader.",
                 stacklevel=2,
             )

@@ -45,26 +45,26 @@ class XLARanks(ClusterEnvironment):
         return False
 
     def world_size(self) -> int:
-        here = xla.rank_here()
-        return self._requested_size if here is None else here.world_size
+        rank_here = xla.rank_here()
+        return self._requested_size if rank_here is None else rank_here.world_size
 
     def set_world_size(self, size: int) -> None:
         self._requested_size = size
 
     def global_rank(self) -> int:
-        here = xla.rank_here()
-        return 0 if here is None else here.rank
+        rank_here = xla.rank_here()
+        return 0 if rank_here is None else rank_here.rank
 
     def set_global_rank(self, rank: int) -> None:
         """XLA numbers the ranks."""
 
     def local_rank(self) -> int:
-        here = xla.rank_here()
-        return 0 if here is None else here.local_rank
+        rank_here = xla.rank_here()
+        return 0 if rank_here is None else rank_here.local_rank
 
     def node_rank(self) -> int:
-        here = xla.rank_here()
-        return 0 if here is None else here.host
+        rank_here = xla.rank_here()
+        return 0 if rank_here is None else rank_here.host
 
 
 class XLADeviceRanks(OnXLADevices):
@@ -82,8 +82,10 @@ class XLADeviceRanks(OnXLADevices):
     @property
     def root_device(self) -> torch.device:
         """The device of this rank."""
-        if xla.rank_here() is not None or self.runtime.device.type == "xla":
-            return self.runtime.device if self.runtime.device.type == "xla" else xla.default_device()
+        if self.runtime.device.type == "xla":
+            return self.runtime.device
+        if self.is_in_a_rank:
+            return xla.default_device()
         return (self.parallel_devices or [torch.device("xla", 0)])[0]
 
     @property
@@ -93,16 +95,17 @@ class XLADeviceRanks(OnXLADevices):
 
     def _number_ranks(self) -> None:
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        here = xla.rank_here()
+        rank_here = xla.rank_here()
         requested = self.num_nodes * self.num_processes
-        if here is not None and here.world_size != requested:
+        if rank_here is not None and rank_here.world_size != requested:
             raise StrategyUnavailableError(
                 f"num_nodes={self.num_nodes} and devices={self.num_processes} ask for {requested} ranks, and XLA has "
-                f"{here.world_size}.\nWrite the number of hosts of the TPU slice, and that of one host's devices."
+                f"{rank_here.world_size}.\nWrite the number of hosts of the TPU slice, and that of one host's devices."
             )
         thread_communicator = getattr(xla.this_thread, "communicator", None)
+        # Threads share the global that is set here; where several are ranks, lockstep() replaces it.
         if thread_communicator is None or thread_communicator.world_size == 1:
-            set_rank_zero(0 if here is None else here.rank)  # for threads, which share the global, lockstep replaces it
+            set_rank_zero(0 if rank_here is None else rank_here.rank)
 
     def _configure_launcher(self) -> None:
         if uses_cpu_devices():

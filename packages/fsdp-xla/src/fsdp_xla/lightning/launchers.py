@@ -81,9 +81,8 @@ def _weight_versions(module: nn.Module) -> list[tuple[int, int]]:
 
 
 def _refuse_lost_weights(trainer: pl.Trainer) -> None:
-    method = {TrainerFn.FITTING: "fit", TrainerFn.TESTING: "test", TrainerFn.PREDICTING: "predict"}.get(
-        trainer.state.fn or TrainerFn.VALIDATING, "validate"
-    )
+    methods = {TrainerFn.FITTING: "fit", TrainerFn.TESTING: "test", TrainerFn.PREDICTING: "predict"}
+    method = "validate" if trainer.state.fn is None else methods.get(trainer.state.fn, "validate")
     raise UnsupportedCapabilityError(
         f"trainer.{method}() was called after a fit of this module, whose ranks have ended, and their trained weights "
         "with them: the module of this process is as it was before.\n"

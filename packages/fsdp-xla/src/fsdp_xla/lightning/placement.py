@@ -25,7 +25,7 @@ _registered: dict[type[Any], type[Any]] = {}
 def _as_lightnings_strategy(strategy: Any) -> Any:
     """Return a subclass that Lightning takes for one of its own XLA strategies.
 
-    Only when the accelerator is set: Lightning's own XLA precision, which it would choose before, has no mixed
+    To be called when the accelerator is set: before, Lightning would choose its own XLA precision, which has no mixed
     precision.
     """
     if strategy in _registered:

@@ -42,7 +42,7 @@ def collect_results(trainer: pl.Trainer) -> dict[str, Any]:
         "metrics": {name: dict(getattr(trainer, name)) for name in _METRICS},
         "checkpoints": [_attributes_of(callback, _CHECKPOINT_ATTRIBUTES) for callback in trainer.checkpoint_callbacks],
         "loggers": [
-            _attributes_of(logger, _LOGGER_ATTRIBUTES + _CSV_WRITER * isinstance(logger, CSVLogger))
+            _attributes_of(logger, (*_LOGGER_ATTRIBUTES, *(_CSV_WRITER if isinstance(logger, CSVLogger) else ())))
             for logger in trainer.loggers
         ],
         "loops": [_progress(loop) for loop in _loops(trainer.fit_loop)],

@@ -71,9 +71,8 @@ class Communicator(ABC):
         Raises:
             RankLostError: A rank has failed, or did not arrive in time.
         """
-        return [
-            sum(numbers_of_ranks) for numbers_of_ranks in zip(*self.all_gather_object(rank, list(numbers)), strict=True)
-        ]
+        numbers_by_rank = self.all_gather_object(rank, list(numbers))
+        return [sum(column) for column in zip(*numbers_by_rank, strict=True)]
 
     def building(self, rank: int) -> AbstractContextManager[None]:
         """Context in which a rank builds its model."""
@@ -176,8 +175,8 @@ class ThreadCommunicator(Communicator):
     def abort(self) -> None:
         """Make every rank that waits, now or later, raise an error."""
         self.barrier.abort()
-        for other in self._duplicates:
-            other.abort()
+        for duplicate in self._duplicates:
+            duplicate.abort()
 
 
 _EXCHANGES = "exchanges values (barrier, broadcast, reduction, checkpoint)"
@@ -237,13 +236,14 @@ class StoreCommunicator(Communicator):
             self._store.set(f"{self._count}/{rank}", to_bytes(value))
             return None
         gathered = []
-        for other in range(self.world_size):
-            if other == rank:
+        for source_rank in range(self.world_size):
+            if source_rank == rank:
                 gathered.append(value)
                 continue
+            key = f"{self._count}/{source_rank}"
             with _explain_lost_rank(rank):
-                gathered.append(from_bytes(self._store.get(f"{self._count}/{other}")))
-            self._store.delete_key(f"{self._count}/{other}")
+                gathered.append(from_bytes(self._store.get(key)))
+            self._store.delete_key(key)
         return gathered
 
     def total(self, rank: int, numbers: Sequence[int]) -> list[int]:
@@ -261,8 +261,8 @@ class StoreCommunicator(Communicator):
         return sums
 
     def duplicate(self, rank: int) -> Communicator:
-        # The other thread needs a connection of its own. A wait blocks the connection, and would hold back a value of
-        # this rank for which the other ranks wait.
+        # With a connection of its own: a thread that waits blocks the connection, and this rank's other thread could
+        # not send the value for which the other ranks wait.
         self._duplicate_count += 1
         separate_store = PrefixStore(f"{self._duplicate_count}", self._store.clone())
         return StoreCommunicator(separate_store, self.world_size, self._store)

@@ -92,9 +92,8 @@ def _run_on_threads(world_size: int, function: Callable[..., Any], arguments: An
     was_interrupted = False
     end_events = [threading.Event() for _ in range(world_size)]
     seed = torch.initial_seed()
-    copies = [
-        copy.deepcopy(arguments) for _ in range(world_size)
-    ]  # before the ranks start, since copying may draw random numbers
+    # Copied before the ranks start, since copying may draw random numbers.
+    copies = [copy.deepcopy(arguments) for _ in range(world_size)]
     with lockstep(world_size, communicator.barrier) if world_size > 1 else nullcontext() as steps:
 
         def run_rank() -> None:
@@ -111,7 +110,7 @@ def _run_on_threads(world_size: int, function: Callable[..., Any], arguments: An
                 failures.append(error)
                 end_events[rank_here.rank].set()
                 # Most failures occur on all ranks: give each the time to raise its own, and not a RankLostError.
-                if not all(other.wait(_PEER_FAILURE_TIMEOUT) for other in end_events):
+                if not all(end_event.wait(_PEER_FAILURE_TIMEOUT) for end_event in end_events):
                     communicator.abort()
             finally:
                 end_events[rank_here.rank].set()
@@ -122,8 +121,8 @@ def _run_on_threads(world_size: int, function: Callable[..., Any], arguments: An
             was_interrupted = True
     if failures:
         _failed_runs.append(world_size)
-    if failures and (len(failures) < world_size or any(isinstance(error, RankLostError) for error in failures)):
-        _unusable_runs.append(world_size)
+        if len(failures) < world_size or any(isinstance(error, RankLostError) for error in failures):
+            _unusable_runs.append(world_size)
     if was_interrupted:
         raise next((error for error in failures if isinstance(error, KeyboardInterrupt)), KeyboardInterrupt())
     if failures:

@@ -39,9 +39,10 @@ class Boundaries:
     """
 
     def __init__(self, root: nn.Module, units: Iterable[nn.Module], mesh: Any) -> None:
-        self._with_gradient: list[weakref.ref[nn.Parameter]] = []
-        # The hooks are plain functions over this list: a deep copy of the module shares them, but would copy objects.
-        with_gradient = self._with_gradient
+        # Parameters that got a gradient since the last barrier. The hooks are closures over this list, because a deep
+        # copy of the module shares functions, but would copy an object with methods.
+        self._reached_parameters: list[weakref.ref[nn.Parameter]] = []
+        reached_parameters = self._reached_parameters
 
         def shard(tensor: Tensor) -> None:
             if tensor.device.type == "xla" and tensor.ndim > 1 and 0 not in tensor.shape and not is_marked(tensor):
@@ -59,18 +60,19 @@ class Boundaries:
                         "fsdp_core.gathered(module, modifier_rank=0) there."
                     )
                 mark(parameter.grad, sharding)
-            with_gradient.append(weakref.ref(parameter))
+            reached_parameters.append(weakref.ref(parameter))
 
         def on_gradient_inside(gradient: Tensor) -> None:
             shard(gradient)
 
         def on_gradient_between(gradient: Tensor) -> Tensor:
-            separate = gradient.clone()
-            parameters = [ref() for ref in with_gradient]
-            xm.optimization_barrier_([separate, *(p.grad for p in parameters if p is not None and p.grad is not None)])
-            with_gradient.clear()
-            shard(separate)
-            return separate
+            separate_gradient = gradient.clone()
+            parameters = [ref() for ref in reached_parameters]
+            parameter_gradients = [p.grad for p in parameters if p is not None and p.grad is not None]
+            xm.optimization_barrier_([separate_gradient, *parameter_gradients])
+            reached_parameters.clear()
+            shard(separate_gradient)
+            return separate_gradient
 
         def on_output_inside(module: nn.Module, args: Any, output: Any) -> None:
             on_output(output, on_gradient_inside)
@@ -78,28 +80,29 @@ class Boundaries:
         def on_output_between(module: nn.Module, args: Any, output: Any) -> None:
             on_output(output, on_gradient_between)
 
-        def on_output(output: Any, on_its_gradient: Callable[[Tensor], Tensor | None]) -> None:
+        def on_output(output: Any, gradient_hook: Callable[[Tensor], Tensor | None]) -> None:
             for tensor in _tensors(output):
                 shard(tensor)
                 if tensor.requires_grad and not tensor.is_leaf:
-                    tensor.register_hook(on_its_gradient)
+                    tensor.register_hook(gradient_hook)
 
-        ends = {root, *units}
+        all_units = {root, *units}
         for module in root.modules():
-            if module in ends:
+            if module in all_units:
                 module.register_forward_hook(on_output_between)
             elif MODEL_AXIS not in mesh.axis_names and not any(True for _ in module.children()):
                 module.register_forward_hook(on_output_inside)
         for parameter in root.parameters():
             if parameter.is_floating_point():
-                required = parameter.requires_grad
-                parameter.requires_grad_(True)  # also of a frozen parameter, which may be trained later
+                # A frozen parameter gets the hook too, because it may be trained later; torch refuses it while frozen.
+                was_trained = parameter.requires_grad
+                parameter.requires_grad_(True)
                 parameter.register_post_accumulate_grad_hook(on_gradient)
-                parameter.requires_grad_(required)
+                parameter.requires_grad_(was_trained)
 
     def clear(self) -> None:
-        """Forget gradients that no further backward pass will separate."""
-        self._with_gradient.clear()
+        """Forget the parameters reached so far: no further barrier separates their gradients."""
+        self._reached_parameters.clear()
 
 
 def _tensors(output: Any) -> Iterable[Tensor]:

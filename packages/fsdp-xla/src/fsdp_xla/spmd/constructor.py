@@ -12,7 +12,7 @@ from torch import Tensor
 from fsdp_core.lightning import LightningOptions, ShardedStrategy, check_devices, takes
 from fsdp_core.sharding import ShardingOptions
 from fsdp_xla.lightning.placement import OnXLADevices
-from fsdp_xla.options import ALWAYS_IN_SPMD, INSTEAD_IN_SPMD
+from fsdp_xla.options import SPMD_ACCEPTED_NOOPS, SPMD_MIGRATION_HINTS
 from fsdp_xla.spmd.backend import XLASPMDBackend
 from fsdp_xla.spmd.options import XLASPMDOptions
 from fsdp_xla.spmd.runtime import XLASPMDRuntime
@@ -30,8 +30,8 @@ class XLASPMDRanks(OnXLADevices, ShardedStrategy):
     strategy_name = "xla_fsdp_spmd"
     options_class: ClassVar[type[ShardingOptions]] = _Options
     backend_class = XLASPMDBackend
-    migration_hints: ClassVar = INSTEAD_IN_SPMD
-    accepted_noops: ClassVar = ALWAYS_IN_SPMD
+    migration_hints: ClassVar = SPMD_MIGRATION_HINTS
+    accepted_noops: ClassVar = SPMD_ACCEPTED_NOOPS
 
     options: XLASPMDOptions
     backend: XLASPMDBackend

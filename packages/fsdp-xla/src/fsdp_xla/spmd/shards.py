@@ -74,6 +74,7 @@ class HostShards:
         buffer_by_offsets: dict[tuple[int, ...], Tensor] = {}
         chunks: list[Chunk] = []
         for _, offsets, lengths in boxes:
+            # Replicas of a box share a buffer. A shard that is all padding has a buffer of zeros.
             is_empty = bool(lengths) and min(lengths) <= 0
             if is_empty or offsets not in buffer_by_offsets:
                 buffer = torch.zeros(padded_shape, dtype=dtype)

@@ -40,12 +40,12 @@ class OnThreads(RankContext):
     def settle(self) -> None:
         xla.sync(wait=True)
 
-    def memory(self, tensor: Tensor) -> int:
+    def local_bytes(self, tensor: Tensor) -> int:
         return _memory(tensor, math.prod(tensor.shape))  # numel() does not change when a tensor is freed
 
 
 class OnAllDevices(RankContext):
-    """This process drives all devices and is the only rank; what applies to a rank applies to each device."""
+    """This process is the only rank and drives all devices. Sizes are those of one device's part."""
 
     @property
     def rank(self) -> int:
@@ -57,10 +57,10 @@ class OnAllDevices(RankContext):
     def mean(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def memory(self, tensor: Tensor) -> int:
-        return _memory(tensor, self.held(tensor))
+    def local_bytes(self, tensor: Tensor) -> int:
+        return _memory(tensor, self.local_numel(tensor))
 
-    def held(self, tensor: Tensor) -> int:
+    def local_numel(self, tensor: Tensor) -> int:
         if tensor.device.type != "xla" or not is_marked(tensor):
             return tensor.numel()
         return max(math.prod(max(0, length) for length in lengths) for _, _, lengths in local_boxes(tensor))
@@ -73,15 +73,15 @@ def on_threads(world_size: int, function: Callable[..., Any], arguments: tuple[A
         return [answer_of(lambda: _on_host(function(*arguments)))]
     answers: dict[int, Answer] = {}
 
-    def rank(own_arguments: tuple[Any, ...]) -> None:
-        here = xla.rank_here()
-        assert here is not None
-        answer = answers[here.rank] = answer_of(lambda: _on_host(function(*own_arguments)))
+    def call_on_rank(own_arguments: tuple[Any, ...]) -> None:
+        rank_here = xla.rank_here()
+        assert rank_here is not None
+        answer = answers[rank_here.rank] = answer_of(lambda: _on_host(function(*own_arguments)))
         if not answer[0]:
             raise RuntimeError("this rank has failed")  # so that no other waits for it
 
-    outcome = answer_of(partial(run_ranks, world_size, rank, arguments))
-    return [answers.get(rank, outcome) for rank in range(world_size)]
+    answer_of_run = answer_of(partial(run_ranks, world_size, call_on_rank, arguments))
+    return [answers.get(rank, answer_of_run) for rank in range(world_size)]
 
 
 def on_all_devices(world_size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Answer]:

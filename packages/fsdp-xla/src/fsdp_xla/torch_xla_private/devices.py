@@ -150,17 +150,18 @@ def _take_backward_pass(device: torch.device) -> None:
 
 
 def _wait_for(events: Sequence[threading.Event], interrupts: Sequence[Callable[[], None]]) -> None:
-    remaining = iter(interrupts)
+    actions = iter(interrupts)
     interrupt: KeyboardInterrupt | None = None
     for event in events:
         while not event.is_set():
             try:
                 event.wait(0.5)  # with a limit, since a signal that comes just before the wait is seen only after it
             except KeyboardInterrupt as error:
-                interrupt, on_interrupt = error, next(remaining, None)
-                if on_interrupt is None:
+                interrupt = error
+                action = next(actions, None)
+                if action is None:
                     raise
-                on_interrupt()
+                action()
     if interrupt is not None:
         raise interrupt
 

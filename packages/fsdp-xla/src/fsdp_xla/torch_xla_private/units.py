@@ -13,7 +13,7 @@ parameters; new nodes would have the shapes of the placeholders, to which torch 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
@@ -71,33 +71,33 @@ class WrappedUnit(OutsideAttributes, XlaFullyShardedDataParallel):  # type: igno
         """
         is_recorded = torch.is_grad_enabled() and in_backward() and self.training_state != TrainingState.FORWARD
         root = self.__dict__[_ROOT]() if is_recorded else None
-        if root is not None and root.training_state != TrainingState.FORWARD:
-            raise UnsupportedCapabilityError(
-                "create_graph=True records a graph that holds parameters, which torch_xla's "
-                "XlaFullyShardedDataParallel frees outside of a training_step.\n"
-                "Use strategy='xla_fsdp_spmd'; or the Trainer, and call the model and torch.autograd.grad() in "
-                "training_step()."
-            )
         if root is not None:
+            if root.training_state != TrainingState.FORWARD:
+                raise UnsupportedCapabilityError(
+                    "create_graph=True records a graph that holds parameters, which torch_xla's "
+                    "XlaFullyShardedDataParallel frees outside of a training_step.\n"
+                    "Use strategy='xla_fsdp_spmd'; or the Trainer, and call the model and torch.autograd.grad() in "
+                    "training_step()."
+                )
             self.__dict__[_KEPT_FOR_GRAPH] = True
         super()._rebuild_full_params(*args, **kwargs)
 
     def _free_full_params(self, params: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
-        """Free gathered parameters, unless they are still needed after torch_xla would free them.
+        """Free gathered parameters, unless a backward pass still needs them.
 
-        They are if they were frozen in an earlier call of this pass: torch_xla frees them when a later call has its
-        gradient. And they are if a graph of ``create_graph=True`` holds them, which may run before torch_xla gathers
-        again: the order depends on the threads that have recorded the graph.
+        A graph that ``create_graph=True`` has recorded holds them, and may run before torch_xla gathers again: the
+        order depends on the threads that have recorded it.
+
+        A parameter that was frozen in one call of a forward pass and trained in a later one is needed by the backward
+        pass of both. torch_xla would free it when the later call has its gradient.
         """
         if _KEPT_FOR_GRAPH in self.__dict__:
             return
-        own_full_params: Any = self.full_params
-        if (
-            params is None
-            or _FREEZING_CHANGED not in self.__dict__
-            or all(params[0] is not full for full in own_full_params)
-        ):
-            super()._free_full_params(params, *args, **kwargs)
+        full_params: Any = self.full_params
+        has_its_gradient = params is not None and any(params[0] is full for full in full_params)
+        if has_its_gradient and _FREEZING_CHANGED in self.__dict__:
+            return
+        super()._free_full_params(params, *args, **kwargs)
 
     def _post_backward_hook(self, param: Any, *unused: Any) -> None:
         """Refuse to reduce the gradient of a parameter that was frozen after the forward pass.
@@ -238,18 +238,25 @@ class Writes:
             hook.remove()
 
     def _compare_ids(self, unit: Any, *_: Any) -> None:
-        for parameters, gathered_ids in unit.__dict__.get(_GATHERED, {}).items():
-            if self._written_name or not unit.has_full_params or (parameters == "sharded_params" and self._is_manual()):
+        if not unit.has_full_params:
+            return
+        for attribute, gathered_ids in unit.__dict__.get(_GATHERED, {}).items():
+            is_gathered_again = attribute == "sharded_params" and self._is_manual()
+            if self._written_name or is_gathered_again:
                 continue
-            for parameter, gathered_id, info in zip(
-                getattr(unit, parameters), gathered_ids, unit.full_param_infos, strict=True
-            ):
-                if compiled._xla_get_tensor_id(parameter) != gathered_id:
-                    self._written_name = f"{info[0]}.{info[2]}".removeprefix(".")
+            ids = _tensor_ids(getattr(unit, attribute))
+            infos = unit.full_param_infos
+            for tensor_id, gathered_id, (module_name, _, name) in zip(ids, gathered_ids, infos, strict=True):
+                if tensor_id != gathered_id:
+                    self._written_name = f"{module_name}.{name}".removeprefix(".")
                     break
 
 
-_GATHERED, _ROOT = "_fsdp_xla_gathered", "_fsdp_xla_root"
+#: A unit's attribute with the tensor ids that its parameters had when it gathered them, by name of their list.
+_GATHERED = "_fsdp_xla_gathered"
+
+#: A unit's attribute with a weak reference to the root.
+_ROOT = "_fsdp_xla_root"
 
 #: The mark of a unit that stays gathered until the end of the next backward pass that adds to gradients.
 _KEPT_FOR_GRAPH = "_fsdp_xla_recorded"
@@ -277,8 +284,13 @@ def _gather_and_note_ids(unit: Any, *args: Any, **kwargs: Any) -> None:
     was_gathered = unit.has_full_params
     type(unit)._rebuild_full_params(unit, *args, **kwargs)
     if not was_gathered:
-        tensors = {name: getattr(unit, name) for name in ("full_params", "sharded_params")}
-        unit.__dict__[_GATHERED] = {name: list(map(compiled._xla_get_tensor_id, tensors[name])) for name in tensors}
+        attributes = ("full_params", "sharded_params")
+        unit.__dict__[_GATHERED] = {attribute: _tensor_ids(getattr(unit, attribute)) for attribute in attributes}
+
+
+def _tensor_ids(tensors: Iterable[Tensor]) -> list[int]:
+    """XLA's ids of tensors. Each write to a tensor changes its id."""
+    return list(map(compiled._xla_get_tensor_id, tensors))
 
 
 @contextmanager
@@ -317,7 +329,7 @@ def resume_forward(root: Any) -> None:
             hook = node.register_hook(partial(unit._post_backward_hook, parameter))
             parameter._shard_bwd_hook = (node, hook)
     for unit in units:
-        if unit is root or not unit.reshard_after_forward:
+        if unit is root or not unit.reshard_after_forward:  # the other units gather when they are called
             unit.__dict__.pop(_KEPT_FOR_GRAPH, None)
             unit._free_full_params(apply_opt_barrier=unit.optimization_barrier_in_forward)
             unit._rebuild_full_params(apply_opt_barrier=unit.optimization_barrier_in_forward)
@@ -328,11 +340,9 @@ def resume_forward(root: Any) -> None:
 
 def follow_written_shards(root: Any) -> None:
     """Continue the root's forward pass with what was written to its shards since it gathered them."""
-    ids_when_gathered = root.__dict__.get(_GATHERED, {}).get("sharded_params")
-    if root.has_full_params and ids_when_gathered not in (
-        None,
-        list(map(compiled._xla_get_tensor_id, root.sharded_params)),
-    ):
+    if not root.has_full_params or _GATHERED not in root.__dict__:
+        return
+    if root.__dict__[_GATHERED]["sharded_params"] != _tensor_ids(root.sharded_params):
         resume_forward(root)
 
 
@@ -340,10 +350,9 @@ def _end_backward(root: Any, units: list[Any]) -> None:
     for unit in units:
         unit.reduce_scatter_op.flush()  # does not wait for hooks that have run before this backward pass
         if unit._pre_backward_hook_has_run:
-            # In this state, torch_xla does not assert that the pass has reached all parameters of the unit.
-            is_trained = any(p.requires_grad for p in unit.full_params) and any(
-                p.requires_grad for p in unit.parameters()
-            )
+            # torch_xla asserts these states below, and a pass that has not reached all parameters of the unit leaves
+            # it in another one.
+            is_trained = any(map(_is_trained, unit.full_params)) and any(map(_is_trained, unit.parameters()))
             unit.training_state = TrainingState.BACKWARD_POST if is_trained else TrainingState.BACKWARD_PRE
     root._wait_for_post_backward()
 
@@ -351,7 +360,7 @@ def _end_backward(root: Any, units: list[Any]) -> None:
 def reduce_pending(root: Any) -> None:
     """Reduce gradients of earlier micro-batches too if the last one did not use their parameters.
 
-    torch_xla reduces a gradient when the backward pass reaches the parameter, and so never one left from earlier.
+    torch_xla reduces a gradient only when the backward pass of the last micro-batch reaches its parameter.
 
     Args:
         root: The root. From now on, each of its backward passes ends with this reduction.
@@ -380,10 +389,13 @@ def reduce_pending(root: Any) -> None:
 
 
 def _end_without_gradients(root: Any) -> bool:
-    """End a backward pass that has added to no gradient, as ``torch.autograd.grad`` does, if it is one.
+    """End the backward pass here if it has added to no gradient, such as one of ``torch.autograd.grad``.
 
-    torch_xla asserts that each backward pass reaches the parameters of all units that it visits, and forgets the nodes
-    at which it reduces their gradients, which the next pass through the same graph needs.
+    torch_xla's own end would assert that the pass has reached the parameters of all units that it visited, and would
+    forget the nodes at which it reduces their gradients, which the next pass through the same graph needs.
+
+    Returns:
+        Whether the pass was ended.
     """
     units = list(units_of(root))
     has_gradients = any(parameter.grad is not None for unit in units for parameter in unit.full_params)
@@ -439,10 +451,10 @@ def follow_requires_grad(root: Any) -> None:
 def free_originals(unit: Any) -> None:
     """Free the full parameters from which a unit was sharded, which torch_xla 2.9 only hides.
 
-    It replaces a parameter's value, but the tensor from which the parameter was created keeps the original one, as the
-    base from which views would be regenerated, and so keeps the whole model on every device. So that tensor's value is
-    replaced too. A flattened parameter is left alone: the user's parameters are views of it, and ranks on CPU devices
-    were observed to deadlock.
+    torch_xla replaces the value of each parameter. The tensor from which the parameter was created keeps the full
+    value, as the base of views, so that every device would hold the whole model. Here that value is replaced too. A
+    flattened parameter is left alone: the user's parameters are views of it, and ranks on CPU devices were observed to
+    deadlock.
 
     Args:
         unit: The sharded unit. Only parameters that :func:`parameter_of` has created are freed.
@@ -492,8 +504,9 @@ def show_shards(root: nn.Module, module: nn.Module) -> None:
     """
     for unit in units_of(root):
         for shard, (_, owner, attribute) in zip(unit.sharded_params, unit.full_param_infos, strict=True):
-            if owner is unit._fsdp_wrapped_module:
-                _refuse_freezing_parts(unit, {module for _, module, _ in getattr(owner, attribute)._param_infos})
+            if owner is unit._fsdp_wrapped_module:  # which holds flattened parameters only
+                flat = getattr(owner, attribute)
+                _refuse_freezing_parts(unit, {user_owner for _, user_owner, _ in flat._param_infos})
             else:
                 owner.__dict__.setdefault(_SHARDS, {})[attribute] = shard
         for owner, attribute, first_owner, first_attribute in tied_members(unit):
@@ -506,7 +519,12 @@ def show_shards(root: nn.Module, module: nn.Module) -> None:
 
 
 def _refuse_freezing_parts(unit: Any, owners: set[nn.Module]) -> None:
-    """Refuse to freeze modules whose parameters are parts of a flattened one: they hold none themselves."""
+    """Make ``requires_grad_()`` raise for modules in a unit whose parameters are parts of a flattened one.
+
+    Args:
+        unit: The unit.
+        owners: The modules whose own parameters were flattened.
+    """
     user_module = unit.module.module
     for name, part in user_module.named_modules():
         if part is not user_module and not owners.isdisjoint(part.modules()):
@@ -551,49 +569,49 @@ def is_shard(parameter: Tensor) -> bool:
 def sharded_members(unit: XlaFullyShardedDataParallel) -> Iterator[ShardedMember]:
     """Yield the parameters that a unit has sharded, each once, under the first of its names."""
     for shard, (_, owner, attribute) in zip(unit.sharded_params, unit.full_param_infos, strict=True):
-        local_numel = shard.numel()
-        first_index = unit.rank * local_numel
-        if owner is unit._fsdp_wrapped_module:
-            yield from _flattened(owner, attribute, shard, first_index, local_numel)
+        shard_begin = unit.rank * shard.numel()
+        if owner is unit._fsdp_wrapped_module:  # which holds flattened parameters only
+            yield from _members_of_flattened(getattr(owner, attribute), shard, shard_begin)
             continue
         shape = tuple(shard._orig_size)
         size = torch.Size(shape).numel()
         yield ShardedMember(
-            owner, attribute, shape, shard, min(first_index, size), 0, max(0, min(local_numel, size - first_index))
+            owner=owner,
+            attribute=attribute,
+            shape=shape,
+            shard=shard,
+            start=min(shard_begin, size),
+            offset=0,
+            length=max(0, min(shard.numel(), size - shard_begin)),
         )
 
 
-def _flattened(
-    wrapper: nn.Module, flat_name: str, shard: nn.Parameter, first_index: int, local_numel: int
-) -> Iterator[ShardedMember]:
-    flat: Any = getattr(wrapper, flat_name)
-    flat_begin = 0
-    for (owner, attribute), shape, size in zip(
-        [(m, n) for _, m, n in flat._param_infos], flat._param_shapes, flat._param_numels, strict=True
-    ):
-        start = max(first_index, flat_begin)
-        end = min(first_index + local_numel, flat_begin + size)
-        length = max(0, end - start)
+def _members_of_flattened(flat: Any, shard: nn.Parameter, shard_begin: int) -> Iterator[ShardedMember]:
+    shard_end = shard_begin + shard.numel()
+    begin = 0  # of the user's parameter in the flattened one
+    infos = zip(flat._param_infos, flat._param_shapes, flat._param_numels, strict=True)
+    for (_, owner, attribute), shape, size in infos:
+        local_begin = max(shard_begin, begin)
+        length = max(0, min(shard_end, begin + size) - local_begin)
         yield ShardedMember(
-            owner,
-            attribute,
-            tuple(shape),
-            shard,
-            start - flat_begin if length else 0,
-            start - first_index if length else 0,
-            length,
+            owner=owner,
+            attribute=attribute,
+            shape=tuple(shape),
+            shard=shard,
+            start=local_begin - begin if length else 0,
+            offset=local_begin - shard_begin if length else 0,
+            length=length,
         )
-        flat_begin += size
+        begin += size
 
 
 def unreduced_gradients(unit: Any) -> Iterator[tuple[nn.Module, str, Tensor]]:
     """The gradients that a unit has accumulated without reducing them: module, parameter name, and gradient."""
     for full, (_, owner, attribute) in zip(unit.full_params, unit.full_param_infos, strict=True):
         if full.grad is not None:
-            for owner_and_name, piece in zip(
-                _user_parameters(owner, attribute), _split_by_user_parameter(owner, attribute, full.grad), strict=True
-            ):
-                yield *owner_and_name, piece
+            pieces = _split_by_user_parameter(owner, attribute, full.grad)
+            for (module, name), piece in zip(_user_parameters(owner, attribute), pieces, strict=True):
+                yield module, name, piece
 
 
 def set_unreduced_gradients(unit: Any, gradients: Mapping[tuple[int, str], Callable[[], Tensor]]) -> None:
@@ -601,7 +619,7 @@ def set_unreduced_gradients(unit: Any, gradients: Mapping[tuple[int, str], Calla
 
     Args:
         unit: The unit, whose gradients are replaced.
-        gradients: Functions that read a gradient, by the id of the module that holds the parameter, and its name there.
+        gradients: Functions that return a gradient, by the id of the parameter's module and the name in that module.
     """
     unit._rebuild_full_params()
     for full, (_, owner, attribute) in zip(unit.full_params, unit.full_param_infos, strict=True):
@@ -609,7 +627,8 @@ def set_unreduced_gradients(unit: Any, gradients: Mapping[tuple[int, str], Calla
         readers = [gradients.get((id(module), name)) for module, name in _user_parameters(owner, attribute)]
         if any(readers):
             grad = torch.zeros(full.shape, dtype=full.dtype)
-            for read_gradient, piece in zip(readers, _split_by_user_parameter(owner, attribute, grad), strict=True):
+            pieces = _split_by_user_parameter(owner, attribute, grad)
+            for read_gradient, piece in zip(readers, pieces, strict=True):
                 if read_gradient is not None:
                     piece.copy_(read_gradient())
             full.grad = grad.to(full.device)
@@ -617,7 +636,7 @@ def set_unreduced_gradients(unit: Any, gradients: Mapping[tuple[int, str], Calla
 
 
 def _user_parameters(owner: Any, attribute: str) -> list[tuple[nn.Module, str]]:
-    """Return the user's parameters in a full parameter, as modules and names."""
+    """Return the user's parameters in a full parameter, as modules and names: several if it is a flattened one."""
     flat = getattr(owner, attribute)
     return [(module, name) for _, module, name in getattr(flat, "_param_infos", ())] or [(owner, attribute)]
 
@@ -627,12 +646,12 @@ def _split_by_user_parameter(owner: Any, attribute: str, tensor: Tensor) -> list
     flat = getattr(owner, attribute)
     if not hasattr(flat, "_param_infos"):
         return [tensor]
-    runs = tensor.split(flat._param_numels)
-    return [run.view(shape) for run, shape in zip(runs, flat._param_shapes, strict=True)]
+    pieces = tensor.split(flat._param_numels)
+    return [piece.view(shape) for piece, shape in zip(pieces, flat._param_shapes, strict=True)]
 
 
 def tied_members(unit: XlaFullyShardedDataParallel) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
-    """Yield the further names of a unit's tied parameters: module and name, and those of the first name."""
+    """Yield the further names of a unit's tied parameters: module and name, then module and name of the first one."""
     for _, _, owner, attribute, first_owner, first_attribute in unit.shared_full_param_infos:
         yield owner, attribute, first_owner, first_attribute
     for _, _, owner, attribute, first_owner, first_attribute in unit._fsdp_wrapped_module._shared_param_infos:

@@ -23,33 +23,35 @@ OWN_FILES = r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.js
 _NOT_IN_FOLDER = re.compile(r"[/\\:\x00-\x1f]|^\.*$")
 
 
-def split_into_files(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
+def split_into_files(sizes: Mapping[str, int], max_bytes: int) -> dict[str, list[str]]:
     """Choose the file of each tensor, as ``save_pretrained`` of transformers does.
 
     Args:
         sizes: The size of each tensor in bytes, by name, in the order of the model.
-        most: The maximum number of bytes of tensors in a file; a larger tensor gets a file of its own.
+        max_bytes: The maximum number of bytes of tensors in a file; a larger tensor gets a file of its own.
 
     Returns:
         The names of the tensors in each file.
 
     Raises:
-        CheckpointValueError: ``most`` is not positive.
+        CheckpointValueError: ``max_bytes`` is not positive.
 
     Example:
         >>> list(split_into_files({"a": 6, "b": 6, "c": 2}, 8).items())
         [('model-00001-of-00002.safetensors', ['a']), ('model-00002-of-00002.safetensors', ['b', 'c'])]
     """
-    if most < 1:
-        raise CheckpointValueError(f"a file can't hold {most} bytes of tensors; pass a max_shard_size of 1 or more")
+    if max_bytes < 1:
+        raise CheckpointValueError(
+            f"a file can't hold {max_bytes} bytes of tensors; pass a max_shard_size of 1 or more"
+        )
     groups: list[list[str]] = []
     group: list[str] = []
     group_bytes = 0
     for name, size in sizes.items():
-        if size > most:  # the group that was begun goes on after it
+        if size > max_bytes:  # it gets a file of its own, and the current group goes on with the next tensor
             groups.append([name])
             continue
-        if group_bytes + size > most:
+        if group_bytes + size > max_bytes:
             groups.append(group)
             group = []
             group_bytes = 0

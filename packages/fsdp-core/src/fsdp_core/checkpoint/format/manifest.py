@@ -237,10 +237,10 @@ class Manifest:
             raise ValueError(f'it does not begin with "format": "{FORMAT}", so it is not one of ours')
         version = content.get("format_version")
         if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
-            newer = isinstance(version, int) and version > FORMAT_VERSION
+            is_newer = isinstance(version, int) and version > FORMAT_VERSION
             raise ValueError(
                 f"it has format version {version!r}, and this fsdp-core reads version 1 to {FORMAT_VERSION}"
-                + (": pip install --upgrade fsdp-core" if newer else "")
+                + (": pip install --upgrade fsdp-core" if is_newer else "")
             )
         recorded = content.pop("checksum", None)
         try:
@@ -285,7 +285,9 @@ def _block_lines(name: str, entries: Mapping[str, Any], *, chunked: bool = False
             lines.append(f'  {json.dumps(key)}: {head}, "chunks": [\n{chunks}]}}')
         else:
             lines.append(f"  {json.dumps(key)}: {json.dumps(entry)}")
-    return [f' "{name}": {{' + ("" if lines else "},"), *([",\n".join(lines), " },"] if lines else [])]
+    if not lines:
+        return [f' "{name}": {{}},']
+    return [f' "{name}": {{', ",\n".join(lines), " },"]
 
 
 def parse_object(text: bytes) -> Any:

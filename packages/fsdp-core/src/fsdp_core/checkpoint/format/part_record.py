@@ -56,8 +56,10 @@ class PartRecord:
     files: Mapping[str, FileEntry] = field(repr=False)
 
     def __post_init__(self) -> None:
-        if not re.fullmatch("[0-9a-f]{12}", self.save_id) or not 0 <= self.rank < self.world_size:
-            raise ValueError(f"no save has the id {self.save_id!r}, and rank {self.rank} of {self.world_size}")
+        if not re.fullmatch("[0-9a-f]{12}", self.save_id):
+            raise ValueError(f"no save has the id {self.save_id!r}")
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"there is no rank {self.rank} of {self.world_size}")
         if max(map(len, (self.host, self.path, self.manifest_host, self.manifest_path))) > _MAX_NAME_LENGTH:
             raise ValueError(f"it has a name of more than {_MAX_NAME_LENGTH} characters")
         for name in self.files:

@@ -258,7 +258,7 @@ class PatternedChunks(Sequence[StoredChunk]):
     @overload
     def __getitem__(self, index: slice) -> tuple[StoredChunk, ...]: ...
     def __getitem__(self, index: int | slice) -> StoredChunk | tuple[StoredChunk, ...]:
-        if isinstance(index, int) and self.pattern.runs is None:
+        if isinstance(index, int) and self.pattern.runs is None:  # each piece of a grid is one chunk
             number = range(self.pattern.pieces)[index]
             return next(self._chunks_of(number))
         return tuple(self)[index]

@@ -175,11 +175,11 @@ def _read_rows(
         return
     staged_row_count = max(1, min(row_count, STAGING_BYTES // row_bytes))
     staging = torch.empty((staged_row_count, *shape[1:]), dtype=dtype)
-    needed = staging
+    needed_part = staging
     for dim in range(1, out.ndim):
-        needed = needed.narrow(dim, offsets[dim], out.shape[dim])
+        needed_part = needed_part.narrow(dim, offsets[dim], out.shape[dim])
     for row in range(0, row_count, staged_row_count):
         out_rows = out[row : row + staged_row_count]
         count = len(out_rows)
         read_into(memory_of(staging[:count]), position + row * row_bytes)
-        out_rows.copy_(needed[:count])
+        out_rows.copy_(needed_part[:count])

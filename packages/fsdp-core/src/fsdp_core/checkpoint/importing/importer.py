@@ -183,12 +183,17 @@ def _import_dcp(source: Source, order: ParameterOrder, drop: tuple[str, ...], we
         name = "a folder of Lightning's Fabric" if is_from_lightning else "a folder of torch.distributed.checkpoint"
         return convert_user_state({**trainer_state, **nest}, order, name, weights_only=weights_only)
     # Which of Lightning's strategies wrote it shows in the key of the model.
-    key, name = ("state_dict", "ModelParallelStrategy") if "state_dict" in nest else ("model", "FSDPStrategy")
+    if "state_dict" in nest:
+        key, name = "state_dict", "ModelParallelStrategy"
+    else:
+        key, name = "model", "FSDPStrategy"
     if key not in nest:
         raise CheckpointFormatError(f"{source.folder} holds no model, but {', '.join(nest)}")
     model = nest.pop(key)
-    count = sum(k.removeprefix("optimizer_").isdigit() for k in nest if k.startswith("optimizer_"))
-    optimizers = None if weights_only or not count else [nest.pop(f"optimizer_{i}", None) for i in range(count)]
+    optimizer_keys = [key for key in nest if key.startswith("optimizer_") and key.removeprefix("optimizer_").isdigit()]
+    optimizers = None
+    if optimizer_keys and not weights_only:
+        optimizers = [nest.pop(f"optimizer_{index}", None) for index in range(len(optimizer_keys))]
     if nest and not weights_only:
         raise CheckpointFormatError(
             f"{source.folder} holds {', '.join(nest)}, which Lightning's {name} does not write."

@@ -157,10 +157,10 @@ def _trainable(leaf: Any) -> bool:
 
 def _with_model(nest: Mapping[str, Any]) -> dict[str, Any]:
     """Move tensors at the top of a nest under ``model``, if there is no other model."""
-    loose = {key: leaf for key, leaf in nest.items() if isinstance(leaf, TensorSource) or key.endswith("_extra_state")}
-    if not loose or any(map(is_model, nest.values())) or "model" in nest:
+    model = {key: leaf for key, leaf in nest.items() if isinstance(leaf, TensorSource) or key.endswith("_extra_state")}
+    if not model or any(map(is_model, nest.values())) or "model" in nest:
         return dict(nest)
-    return {"model": loose, **{key: value for key, value in nest.items() if key not in loose}}
+    return {"model": model, **{key: value for key, value in nest.items() if key not in model}}
 
 
 def _clean_names(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -201,11 +201,11 @@ def name_parameters(title: str, saved: Mapping[str, Any], shapes: Mapping[str, S
         names = order.names(title, state, shapes)
     else:
         names = {str(key): clean_name(str(key)) for key in keys}
-    foreign = [key for key in state[_STATE] if key not in names]
-    if foreign:
+    unknown_keys = [key for key in state[_STATE] if key not in names]
+    if unknown_keys:
         raise CheckpointMismatchError(
-            f"{title} has state of {foreign[0]!r}, which is in none of its param groups: it is damaged. Import the "
-            "weights alone with `--weights-only`."
+            f"{title} has state of {unknown_keys[0]!r}, which is in none of its param groups: it is damaged. Import "
+            "the weights alone with `--weights-only`."
         )
     groups = []
     for saved_group in state[_GROUPS]:

@@ -22,7 +22,7 @@ INDEX_SUFFIX = ".safetensors.index.json"
 _MAX_INDEX_BYTES = 2**28
 _SHARDING = "DCP_SHARDING_INFO"
 _TENSOR_BYTES = 2500  # the memory that a tensor takes until it is saved, without its data and its name
-_NAME_COPIES = 10
+_NAME_COPIES = 10  # how often the tensor's name is in memory until then
 
 
 def read_safetensors_file(file: SourceFile) -> dict[str, StridedTensor]:

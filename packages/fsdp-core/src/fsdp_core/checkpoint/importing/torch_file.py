@@ -38,7 +38,7 @@ _STORAGES = {
 
 
 _MAX_EXPANSION = 16  # of expanded tensors, which have more elements than their storage
-_DIRECTORY_FACTOR = 13  # the memory that zipfile takes for an entry of the minimum length, by the entry's bytes
+_DIRECTORY_FACTOR = 13  # the bytes of memory that zipfile takes for each byte of a directory of the shortest entries
 _SPARE_BYTES = 16 * 2**20
 
 
@@ -61,7 +61,7 @@ class TorchFile:
         self.file = file
         self._start = start
         stop = file.size if end is None else end
-        # A file by itself may hold a few expanded tensors, however small it is; a range of one may not.
+        # A whole file may hold a few expanded tensors, however small it is; a range of a file may not.
         self._tensor_bytes_left = (stop - start) * _MAX_EXPANSION + (_SPARE_BYTES if end is None else 0)
         self._charged_tensors: set[tuple[Any, ...]] = set()
         stream = io.BufferedReader(_Directory(file, start, stop))

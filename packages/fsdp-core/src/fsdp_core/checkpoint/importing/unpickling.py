@@ -171,10 +171,11 @@ _REFUSED = ("EXT1", "EXT2", "EXT4", "BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFE
 
 
 def _charge_operations(data: bytes, budget: MemoryBudget) -> None:
-    """Charge for all that a pickle would make, by a stack that holds a weight in the place of each value.
+    """Charge for all objects that a pickle would make, by running its operations on a stack of weights.
 
-    The weight is how many objects are hashed to hash the value: of a tuple, also those in it, as often as they are in
-    it. :mod:`pickletools` documents how many values each operation takes from the stack, and how many it puts there.
+    A weight stands for a value. It is the number of objects that are visited to hash the value: for a tuple, 1 and the
+    weights of its items. :mod:`pickletools` documents how many values each operation takes from the stack, and how many
+    it puts there.
     """
     stack: list[int] = []
     marks: list[int] = []
@@ -233,13 +234,14 @@ def _operations(data: bytes, budget: MemoryBudget) -> Iterator[tuple[pickletools
         code = stream.read(1)
         operation = _OPERATIONS.get(code)
         if operation is None:
-            what = f"an unknown operation {code!r}" if code else "no end"
-            raise ValueError(f"it has {what} at byte {stream.tell()}")
+            fault = f"an unknown operation {code!r}" if code else "no end"
+            raise ValueError(f"it has {fault} at byte {stream.tell()}")
         if operation.arg is None:
             yield operation, None
         else:
             index = stream.tell()
-            if (length := min(_length(data, index, operation.arg), len(data) - index)) > _LONG_ARGUMENT:
+            length = min(_length(data, index, operation.arg), len(data) - index)
+            if length > _LONG_ARGUMENT:
                 budget.require(_TEXT_FACTOR * length)
             yield operation, operation.arg.reader(stream)
         if operation.name == "STOP":

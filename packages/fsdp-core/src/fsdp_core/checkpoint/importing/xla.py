@@ -51,13 +51,13 @@ def read_xla(
         CheckpointMismatchError: It is ambiguous which parameters an optimizer's state belongs to.
     """
     ranks = _order_by_rank([_Rank.read(archive, drop) for archive in archives])
-    first = ranks[0].content
-    models = [key for key, value in first.items() if _is_sharded_model(value)]
+    first_content = ranks[0].content
+    models = [key for key, value in first_content.items() if _is_sharded_model(value)]
     if not models:
         raise CheckpointFormatError(f"{ranks[0].file} has {METADATA!r}, but no state dict of sharded parameters.")
     layout = _Layout(ranks[0], len(ranks))
     state: dict[str, Any] = {}
-    for key, value in first.items():
+    for key, value in first_content.items():
         if key in models:
             state[key] = layout.model([_content_of(rank, key) for rank in ranks])
         elif weights_only or key == METADATA:
@@ -68,8 +68,9 @@ def read_xla(
                     f"{key!r} belongs to one of several models ({', '.join(models)}), and the files do not say which. "
                     "Import the weights alone with `--weights-only`."
                 )
-            parts = [_content_of(rank, models[0]) for rank in ranks], [_content_of(rank, key) for rank in ranks]
-            state[key] = layout.optimizer(key, *parts, order)
+            model_states = [_content_of(rank, models[0]) for rank in ranks]
+            optimizer_states = [_content_of(rank, key) for rank in ranks]
+            state[key] = layout.optimizer(key, model_states, optimizer_states, order)
         else:
             state[key] = value
     return state
@@ -98,25 +99,27 @@ class _Rank:
 
 def _order_by_rank(ranks: Sequence[_Rank]) -> list[_Rank]:
     rank_by_number: dict[int, _Rank] = {}
-    world = ranks[0].metadata["world_size"]
+    world_size = ranks[0].metadata["world_size"]
     for rank in ranks:
         number = rank.metadata["rank"]
-        if rank.metadata["world_size"] != world or number in rank_by_number or not 0 <= number < world:
-            other = rank_by_number.get(number, ranks[0])
+        if rank.metadata["world_size"] != world_size or number in rank_by_number or not 0 <= number < world_size:
+            conflicting = rank_by_number.get(number, ranks[0])
             raise CheckpointFormatError(
-                f"{rank.file} (rank {number} of {rank.metadata['world_size']}) and {other.file} (rank "
-                f"{other.metadata['rank']} of {world}) don't belong to one checkpoint.\nMove the shards of each "
-                "checkpoint to a folder of their own."
+                f"{rank.file} (rank {number} of {rank.metadata['world_size']}) and {conflicting.file} (rank "
+                f"{conflicting.metadata['rank']} of {world_size}) don't belong to one checkpoint.\nMove the shards of "
+                "each checkpoint to a folder of their own."
             )
         rank_by_number[number] = rank
-    if len(rank_by_number) < world:
+    missing_count = world_size - len(rank_by_number)
+    if missing_count > 0:
+        # Not over range(world_size), which the file says and which may be any number.
         missing_numbers = (str(number) for number in itertools.count() if number not in rank_by_number)
-        listed = ", ".join(itertools.islice(missing_numbers, min(_MOST_SHOWN, world - len(rank_by_number))))
+        listed = ", ".join(itertools.islice(missing_numbers, min(_MOST_SHOWN, missing_count)))
         raise CheckpointFormatError(
-            f"{ranks[0].file.folder} lacks the shards of rank {listed} of {world}.\n"
+            f"{ranks[0].file.folder} lacks the shards of rank {listed} of {world_size}.\n"
             "Put the files of all hosts into one folder, and import that."
         )
-    return [rank_by_number[number] for number in range(world)]
+    return [rank_by_number[number] for number in range(world_size)]
 
 
 def _is_sharded_model(value: Any) -> bool:
@@ -157,14 +160,14 @@ class _Layout:
         self.flattened = rank.metadata["flatten_info"]
         self.buffers = {clean_name(str(name)): info for name, info in rank.metadata.get("buffer_info", {}).items()}
 
-    def model(self, by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return a model's state, with sources of full tensors."""
+    def model(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return a model's state, with sources of full tensors, from its state on each rank."""
         state: dict[str, Any] = {}
-        for name, value in by_rank[0].items():
+        for name, value in states[0].items():
             if _split_shard_name(name) is None:
                 state[clean_name(name)] = self._buffer(clean_name(name), value)
             else:
-                state.update(self._join_shards(name, [self._shard_of(part, name) for part in by_rank]))
+                state.update(self._join_shards(name, [self._shard_of(rank_state, name) for rank_state in states]))
         return state
 
     def optimizer(
@@ -197,8 +200,8 @@ class _Layout:
                     values = self._join_shards(shard_names[name], parts)
                 else:
                     values = {parameter.name: value for parameter in parameters}
-                for parameter, parameter_value in values.items():
-                    state.setdefault(parameter, {})[state_key] = parameter_value
+                for parameter_name, parameter_value in values.items():
+                    state.setdefault(parameter_name, {})[state_key] = parameter_value
         groups = [
             {**group, "params": [p.name for name in group["params"] for p in self._parameters(shard_names[name])]}
             for group in named_groups
@@ -227,13 +230,14 @@ class _Layout:
             if _FLAT_PARAMETER not in full_name:
                 return [_Parameter(name=clean_name(full_name), shape=tuple(info["_orig_size"]), start=0)]
             names, shapes, numels = self.flattened[full_name]
-            outer = full_name.rpartition(".")[0]
+            wrapper_name = full_name.rpartition(".")[0]
             start = 0
             parameters = []
-            for inner, shape, numel in zip(names, shapes, numels, strict=True):
+            for inner_name, shape, numel in zip(names, shapes, numels, strict=True):
                 if math.prod(shape) != numel:
-                    raise ValueError(f"{inner!r} does not have {numel} elements")
-                parameters.append(_Parameter(name=clean_name(f"{outer}.{inner}"), shape=tuple(shape), start=start))
+                    raise ValueError(f"{inner_name!r} does not have {numel} elements")
+                user_name = clean_name(f"{wrapper_name}.{inner_name}")
+                parameters.append(_Parameter(name=user_name, shape=tuple(shape), start=start))
                 start += numel
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise CheckpointFormatError(

@@ -39,9 +39,8 @@ def check_apart(out: StrPath, source: Folder) -> None:
         CheckpointExistsError: The paths overlap.
     """
     target = open_folder(out)
-    source_path, target_path = (
-        os.path.realpath(folder.root) if folder.local else str(folder).rstrip("/") for folder in (source, target)
-    )
+    source_path = _comparable_path(source)
+    target_path = _comparable_path(target)
     if source_path == target_path:
         raise CheckpointExistsError(f"{target} is the checkpoint to be read: choose another path to write to")
     if target_path.startswith(f"{source_path}/"):
@@ -52,6 +51,10 @@ def check_apart(out: StrPath, source: Folder) -> None:
         raise CheckpointExistsError(
             f"{source}, the checkpoint to be read, lies inside {target}: choose another path to write to"
         )
+
+
+def _comparable_path(folder: Folder) -> str:
+    return os.path.realpath(folder.root) if folder.local else str(folder).rstrip("/")
 
 
 def check_file(out: StrPath, *, overwrite: bool) -> None:
@@ -201,6 +204,14 @@ class NewFolder:
 
 
 def _move_to_final(folder: Folder, final: Folder, aside: str, replaceable: str | None) -> None:
+    """Move a new folder to its final path, and remove the one that it replaces.
+
+    Args:
+        folder: The new folder.
+        final: The final path.
+        aside: Where the former folder is until the new one is in place.
+        replaceable: A regular expression for the names of files that may be replaced; ``None`` if none may be.
+    """
     try:
         folder.move_to(final, aside=aside, expected=None)
         return

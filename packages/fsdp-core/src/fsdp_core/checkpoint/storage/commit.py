@@ -45,8 +45,8 @@ class SaveTarget:
         path: The requested path.
         writer: The writer of the save.
         is_written_beside: Whether to write to a folder next to the path, which is moved there at the end. That is done
-        if nothing
-            is at the path, so that it never holds a partial checkpoint, or if a file or a link is to be replaced.
+            if nothing is at the path, so that it never holds a partial checkpoint, or if a file or a link is to be
+            replaced.
         fingerprint_before: The fingerprint of the manifest that was at the path.
         expected: The identity of the file or link that was at the path.
         earlier_saves: The ids of saves of which there were files at the path.

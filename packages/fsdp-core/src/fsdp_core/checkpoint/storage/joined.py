@@ -26,12 +26,12 @@ class JoinedFolder(Folder):
     Attributes:
         places: The folders. ``root`` and ``fs`` are those of the one with the manifest.
         file_names: The names of the files of each.
-        chosen: The place to read a file from, by name, if it is not the first that has it.
+        chosen_places: By name, the number of the place to read a file from, if it is not the first that has it.
     """
 
     places: tuple[Folder, ...]
     file_names: tuple[frozenset[str], ...] = field(repr=False)
-    chosen: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
+    chosen_places: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
 
     def __str__(self) -> str:
         return " and ".join(map(str, self.places))
@@ -48,8 +48,8 @@ class JoinedFolder(Folder):
         """Return the place to read a file from; the first if none has it."""
         if name == MANIFEST:
             return Folder(fs=self.fs, root=self.root, local=self._manifest_is_local)
-        if name in self.chosen:
-            return self.places[self.chosen[name]]
+        if name in self.chosen_places:
+            return self.places[self.chosen_places[name]]
         holders = self.holders(name)
         return self.places[holders[0] if holders else 0]
 

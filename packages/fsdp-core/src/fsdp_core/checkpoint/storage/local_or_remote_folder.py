@@ -112,8 +112,9 @@ class Folder:
         """Return the path outside of the folder to which a link at ``name`` leads; ``None`` if none does."""
         if not self.local:
             return None
-        root, real = os.path.realpath(self.root), os.path.realpath(self.path(name))
-        return None if os.path.commonpath([root, real]) == root else real
+        root = os.path.realpath(self.root)
+        target = os.path.realpath(self.path(name))
+        return None if os.path.commonpath([root, target]) == root else target
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         """Return the bytes of a file from ``start`` to ``end``."""
@@ -185,8 +186,8 @@ class Folder:
 
     def _outdate_listings(self) -> None:
         """Invalidate cached listings of this folder in other filesystem instances, such as a ModelCheckpoint's."""
-        for other in list(getattr(type(self.fs), "_cache", {}).values()):
-            other.invalidate_cache(self.root)
+        for instance in list(getattr(type(self.fs), "_cache", {}).values()):
+            instance.invalidate_cache(self.root)
 
     def mark(self, name: str) -> None:
         """Create an empty file atomically. It need not survive a power failure."""
@@ -249,45 +250,45 @@ class Folder:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked process may also hold the descriptor
                 os.close(descriptor)
 
-    def move_to(self, other: Folder, *, aside: str, expected: tuple[int, int] | None, keep: bool = False) -> None:
-        """Move this folder to ``other``. Local filesystems only.
+    def move_to(self, target: Folder, *, aside: str, expected: tuple[int, int] | None, keep: bool = False) -> None:
+        """Move this folder to another path. Local filesystems only.
 
         Args:
-            other: The target: a missing path, an empty folder, a file or a link.
+            target: The path: nothing is there, an empty folder, a file or a link.
             aside: The path to which a file or a link at the target is moved before this folder takes its place.
             expected: The identity of that file or link; ``None`` if there is none.
-            keep: Whether it stays at ``aside`` afterwards; otherwise it is removed.
+            keep: Whether that file or link stays at ``aside`` afterwards; otherwise it is removed.
 
         Raises:
             FileExistsError: Something else is at the target by now, and is kept.
         """
         if expected is None:
-            self._rename_to(other)
+            self._rename_to(target)
         else:
-            if other.identity() != expected:
-                raise FileExistsError(errno.EEXIST, "another file has taken the place", other.root)
+            if target.identity() != expected:
+                raise FileExistsError(errno.EEXIST, "another file has taken the place", target.root)
             try:
-                os.rename(other.root, aside)
+                os.rename(target.root, aside)
             except FileNotFoundError as error:
-                raise FileExistsError(errno.EEXIST, "another save has moved it away", other.root) from error
+                raise FileExistsError(errno.EEXIST, "another save has moved it away", target.root) from error
             try:
-                if replace(other, root=aside).identity() != expected:
-                    raise FileExistsError(errno.EEXIST, "another file has taken the place", other.root)
-                self._rename_to(other)
+                if replace(target, root=aside).identity() != expected:
+                    raise FileExistsError(errno.EEXIST, "another file has taken the place", target.root)
+                self._rename_to(target)
             except BaseException:
                 with suppress(FileExistsError, IsADirectoryError):  # a new owner of the path keeps it
-                    os.rename(aside, other.root)
+                    os.rename(aside, target.root)
                 raise
             if not keep:
                 os.unlink(aside)
-        sync_directory(os.path.dirname(other.root) or ".")
+        sync_directory(os.path.dirname(target.root) or ".")
 
-    def _rename_to(self, other: Folder) -> None:
+    def _rename_to(self, target: Folder) -> None:
         try:
-            os.rename(self.root, other.root)
+            os.rename(self.root, target.root)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise FileExistsError(errno.EEXIST, "another folder has taken the place", other.root) from error
+                raise FileExistsError(errno.EEXIST, "another folder has taken the place", target.root) from error
             raise
 
     def remove_all(self) -> None:
@@ -362,16 +363,13 @@ def _lock_folder(path: str) -> int | None:
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() < deadline:
-                time.sleep(0.005)
-                continue
-        except OSError:
-            pass
-        else:
             return descriptor
-        os.close(descriptor)
-        return None
+        except OSError as error:
+            is_held = isinstance(error, BlockingIOError)
+            if not is_held or time.monotonic() >= deadline:
+                os.close(descriptor)
+                return None
+        time.sleep(0.005)
 
 
 @contextmanager

@@ -53,10 +53,10 @@ def read_plain(files: StoredFiles) -> Any:
         raise CheckpointFormatError(
             f"can't read {folder.path(manifest.state_file)}: {error}. {remedy(error) or _DAMAGED}"
         ) from error
-    named = find_named_code(state)
-    if named:
-        lines = [f"  {'/'.join(keys)!r}: {why}." for keys, why in named[:_MOST_SHOWN]]
-        more = [f"  … and {len(named) - _MOST_SHOWN} more"] if len(named) > _MOST_SHOWN else []
+    named_code = find_named_code(state)
+    if named_code:
+        lines = [f"  {'/'.join(keys)!r}: {why}." for keys, why in named_code[:_MOST_SHOWN]]
+        more = [f"  … and {len(named_code) - _MOST_SHOWN} more"] if len(named_code) > _MOST_SHOWN else []
         remedy_text = (
             "Nothing was run. Load a checkpoint that you trust; if you trust this one, save it again without these."
         )

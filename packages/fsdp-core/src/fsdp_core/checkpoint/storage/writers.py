@@ -91,10 +91,10 @@ class Writer:
         except OSError:
             pass  # another user's process
         try:
-            started, ended = _read_process(self.pid)
+            started, has_ended = _read_process(self.pid)
         except OSError:
             return "unknown"
-        return "gone" if ended or started != self.started else "lives"
+        return "gone" if has_ended or started != self.started else "lives"
 
 
 def new_writer(save_id: str, replaces: str | None = None) -> Writer:
@@ -157,13 +157,13 @@ def writing(writer: Writer) -> Iterator[None]:
 def _system_id() -> str:
     """Return an id for this boot of the Linux kernel and this PID namespace: a container may have its own."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as stream:
-        start = stream.read().strip()
-    return xxhash.xxh3_64_hexdigest(f"{start} {os.readlink('/proc/self/ns/pid')}".encode())[:12]
+        boot_id = stream.read().strip()
+    return xxhash.xxh3_64_hexdigest(f"{boot_id} {os.readlink('/proc/self/ns/pid')}".encode())[:12]
 
 
 def _read_process(pid: int) -> tuple[int, bool]:
     """Return the start time of a process, and whether it has ended but has not been waited for yet."""
     with open(f"/proc/{pid}/stat", "rb") as stream:
         fields = stream.read().rpartition(b")")[2].split()
-    ended = fields[0] in (b"Z", b"X") and len(os.listdir(f"/proc/{pid}/task")) == 1
-    return int(fields[19]), ended
+    has_ended = fields[0] in (b"Z", b"X") and len(os.listdir(f"/proc/{pid}/task")) == 1
+    return int(fields[19]), has_ended

@@ -153,11 +153,11 @@ def _choose_undamaged(files: StoredFiles, *, verify: bool, on_bytes: Callable[[i
         if isinstance(folder, JoinedFolder):
             for name in list(faults):
                 holders = folder.holders(name)
-                damaged_place = folder.chosen.get(name, holders[0])
+                damaged_place = folder.chosen_places.get(name, holders[0])
                 later_places = [number for number in holders if number > damaged_place]
                 if later_places:
                     damaged[folder.path(name)] = faults.pop(name)
-                    folder.chosen[name] = later_places[0]
+                    folder.chosen_places[name] = later_places[0]
                     files.forget(name)
                     names.append(name)
         refuse_damage(files, faults)
@@ -173,7 +173,7 @@ def _link(source: Folder, target: Folder, name: str) -> bool:
     try:
         os.link(os.path.realpath(source.path(name)), path)  # realpath, since a place may contain symbolic links
     except FileExistsError:
-        raise
+        raise  # a copy would fail, too
     except OSError:  # other disks, or a file system without hard links
         return False
     return True

@@ -124,11 +124,11 @@ def check_target(target: Folder, *, overwrite: bool) -> None:
     if target_type != "folder":
         raise CheckpointExistsError(f"{target} is a {target_type}, and the output is a folder: choose another path")
     file_names = target.files()
-    foreign = [name for name in file_names if not is_ours(name)]
-    if foreign:
-        listed = ", ".join(foreign[:_MOST_SHOWN])
-        if len(foreign) > _MOST_SHOWN:
-            listed += f" and {len(foreign) - _MOST_SHOWN} more"
+    foreign_files = [name for name in file_names if not is_ours(name)]
+    if foreign_files:
+        listed = ", ".join(foreign_files[:_MOST_SHOWN])
+        if len(foreign_files) > _MOST_SHOWN:
+            listed += f" and {len(foreign_files) - _MOST_SHOWN} more"
         raise CheckpointExistsError(
             f"{target} is a folder with something else in it ({listed}), which is not replaced: choose another path, "
             "or move that away"
@@ -155,6 +155,7 @@ def _write(reader: TensorBytes, target: Folder, save_id: str, count: int, on_byt
         with target.writing(name) as stream:
             size, digest = write_sources(stream, content, on_bytes=on_bytes)
         files[name] = FileEntry(size=size, checksum=f"xxh3:{digest}")
+    # Files that are not of a rank are copied as they are, under names with the new save's id.
     new_names = {name: name_in_save(name, save_id) for name in source_manifest.files if rank_in(name) is None}
     new_names[source_manifest.state_file] = state_file(save_id)
     if source_manifest.state_tensors is not None:
@@ -226,5 +227,6 @@ def _piece_count(shape: Sequence[int], count: int) -> int:
 def _box_of_piece(shape: tuple[int, ...], piece: int, pieces: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if not shape:
         return (), ()
-    first, last = piece * shape[0] // pieces, (piece + 1) * shape[0] // pieces
-    return (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    begin = piece * shape[0] // pieces
+    end = (piece + 1) * shape[0] // pieces
+    return (begin, *(0 for _ in shape[1:])), (end - begin, *shape[1:])

@@ -158,7 +158,8 @@ def _add_file(
     archive: zipfile.ZipFile, name: str, blocks: Iterable[Any], on_bytes: Callable[[int], None] | None = None
 ) -> None:
     entry = zipfile.ZipInfo(name)
-    # A zip entry's data begins after 30 bytes, its name and its extra field, to which zipfile adds 20 for large files.
+    # A zip entry's data begins after 30 bytes, its name and its extra fields: 20 bytes that zipfile adds for large
+    # files, and the 4 bytes and the padding of the field below.
     data_start = archive.fp.tell() + 30 + len(name) + 20 + 4  # type: ignore[union-attr]
     padding = -data_start % _ALIGNMENT
     entry.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding

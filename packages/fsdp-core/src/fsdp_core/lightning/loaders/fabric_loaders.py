@@ -167,7 +167,7 @@ def load_loader(loader: Any, saved: Any, runtime: Runtime, *, check_only: bool =
     if check_only:
         return
     if epochs is not None and "epoch" in saved_loader:
-        epochs.resume(saved_loader["epoch"] + all_finished)
+        epochs.resume(saved_loader["epoch"] + (1 if all_finished else 0))
     if position is not None and all_finished:
         position.restart()
     elif state is not None:  # otherwise an epoch was at its end, on another number of ranks, and the next one begins

@@ -133,7 +133,9 @@ def saved_entry(name: str, states: Sequence[Any]) -> dict[str, Any]:
         and first_state.keys() == {POSITION}
         and all(state == first_state for state in states)
     )
-    return {"loader": name, **({"all": first_state} if is_shared else {"ranks": list(states)})}
+    if is_shared:
+        return {"loader": name, "all": first_state}
+    return {"loader": name, "ranks": list(states)}
 
 
 def states_in(saved: Mapping[str, Any]) -> Sequence[Any]:

@@ -270,10 +270,10 @@ def follow(loader: DataLoader[Any], order: Any) -> LoaderPosition | None:
         The position; ``None`` if it doesn't follow from the number of returned batches: for the user's own sampler or
         batch sampler, an iterable dataset, or a dataset or loader with its own state.
     """
-    followed = position_of(loader)
-    if followed is not None:
-        followed.restart()
-        return followed
+    earlier_position = position_of(loader)
+    if earlier_position is not None:
+        earlier_position.restart()
+        return earlier_position
     dataset: Any = loader.dataset
     if (
         isinstance(dataset, IterableDataset)

@@ -310,22 +310,28 @@ def _with_true_epochs(loop: Mapping[str, Any], are_at_end: bool) -> dict[str, An
 def _recount_batches(loop: Any, combined: Any) -> None:
     """Convert Lightning's count of an epoch's batches, which is per rank, to this number of ranks."""
     progress = loop.epoch_loop.batch_progress
-    batches = loop.max_batches
+    max_batches = loop.max_batches
     batch_was_done = loop.epoch_loop.restarted_on_train_batch_end
-    counted_batches = progress.current.completed + batch_was_done  # after these, Lightning would continue
-    true_batches = counted_batches
+    counted_batches = progress.current.completed + (1 if batch_was_done else 0)  # after these, Lightning would continue
     position = position_of(deciding_loader(combined))
-    if progress.is_last_batch and batches == math.inf:
+    if progress.is_last_batch and max_batches == math.inf:
         if batch_was_done:  # without a known length, Lightning would not start the count again
-            for moment in ("ready", "started", "processed", "completed"):
-                setattr(progress.current, moment, getattr(progress.current, moment) - counted_batches)
-    elif progress.is_last_batch:
-        true_batches = batches
+            _add_batches(progress.current, -counted_batches)
+        return
+    if progress.is_last_batch:
+        true_batches = max_batches
     elif position is not None and position.restored is not None:
-        true_batches = position.batches_after_samples(position.restored, batches)
+        true_batches = position.batches_after_samples(position.restored, max_batches)
+    else:
+        return
     for counts in (progress.total, progress.current):
-        for moment in ("ready", "started", "processed", "completed"):
-            setattr(counts, moment, getattr(counts, moment) + true_batches - counted_batches)
+        _add_batches(counts, true_batches - counted_batches)
+
+
+def _add_batches(counts: Any, batches: int) -> None:
+    """Add to each of Lightning's counts of batches: of those that are ready, started, processed and completed."""
+    for moment in ("ready", "started", "processed", "completed"):
+        setattr(counts, moment, getattr(counts, moment) + batches)
 
 
 def _entries_of_lightning(state: Mapping[str, Any]) -> list[dict[str, Any]]:

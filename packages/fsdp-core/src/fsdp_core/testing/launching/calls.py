@@ -76,8 +76,9 @@ class Failure:
             source_line = traceback.extract_tb(error.__traceback__)[-1].line or ""
             if source_line.startswith("assert "):
                 lines[0] += f": {source_line}"
-        # Indented lines before it are the location of a syntax error.
-        return cls(next(line for line in lines if not line.startswith(" ")), traceback.format_exc())
+        # A syntax error begins with indented lines, which show its location.
+        summary = next(line for line in lines if not line.startswith(" "))
+        return cls(summary, traceback.format_exc())
 
     @property
     def report(self) -> str:
@@ -123,7 +124,7 @@ def send_call(connection: Connection, function: Callable[..., Any], args: tuple[
         connection: The connection to it.
         function: A function that it can import by module and name.
         args: The function's arguments.
-        *extra_values: Further values that the function which answers the call needs.
+        *extra_values: Further arguments of the other process's ``answer_call``; see :func:`answer_calls`.
 
     Raises:
         OSError: The process has ended.
@@ -137,8 +138,8 @@ def answer_calls(connection: Connection, answer_call: Callable[..., list[Answer]
 
     Args:
         connection: The connection to the process that sends calls.
-        answer_call: Called with a function that receives the arguments, and with the values that :func:`send_call` has
-            sent before them.
+        answer_call: Makes a call. Its arguments are a function that receives those of the call; the call's module, its
+            name and ``sys.path``; and the extra values of :func:`send_call`.
     """
     lead_session(connection)
     while True:
@@ -166,10 +167,10 @@ class _ByValue(Pickler):
 
 
 def _send_by_value(connection: Connection, value: Any) -> None:
-    """Send what :meth:`Connection.recv` unpickles, with the numbers of tensors.
+    """Send a value to :meth:`Connection.recv`, with the elements of its tensors.
 
     ``send`` would share each tensor's memory through a file and another connection, which takes ten times as long for
-    small ones.
+    small tensors.
     """
     buffer = io.BytesIO()
     _ByValue(buffer).dump(value)
@@ -181,7 +182,7 @@ def restored_environment(kept: Collection[str] = ()) -> Iterator[None]:
     """A context after which the environment variables are as before.
 
     Args:
-        kept: The names of variables that stay as they were set in it.
+        kept: The names of variables that stay as they were set in the context.
     """
     variables_before = dict(os.environ)
     try:

@@ -50,7 +50,7 @@ tests_will_run = False
 #: pytest plugin, from ``fsdp_preload`` in pytest's configuration.
 preloads: list[str] = []
 
-#: The exit code that multiprocessing reports if the fork server, which alone knows its children's, has died.
+#: The exit code that multiprocessing reports for a forked process if the fork server, which alone knows it, has died.
 _UNKNOWN_EXIT_CODE = 255
 
 #: The signal that asks a process for its stacks. No library here uses it; macOS and Windows lack it.
@@ -124,10 +124,10 @@ def start_script(
     ranks: int = 1,
     prelude: Callable[[], None] | None = None,
 ) -> BaseProcess:
-    """Run a script in a process forked as ranks are; not for tests of how Python starts and exits.
+    """Run a script in a process that is forked as ranks are; not for tests of how Python starts and exits.
 
-    Functions that it registers with :mod:`atexit` are not called, and environment variables that torch or Lightning
-    read on import have no effect.
+    Functions that the script registers with :mod:`atexit` are not called, and environment variables that torch or
+    Lightning read on import have no effect.
 
     Args:
         path: The script. Its folder comes first in ``sys.path``, and it runs as ``__main__``.
@@ -135,26 +135,26 @@ def start_script(
         folder: The working directory.
         output: The file that stdout and stderr go to.
         environment: All of its environment variables. The folders in ``PYTHONPATH`` come next in ``sys.path``.
-        ranks: The world size; the script is the first rank, or the agent of a launcher besides the ranks. The others
-            are forked before it runs, and begin when it starts them as Lightning's launcher and torchrun's agent do:
+        ranks: The number of processes: the script's own, which is the first rank or a launcher's agent, and those that
+            the script will start. The latter are forked before it runs, and wait until it calls, as Lightning's
+            launcher and torchrun's agent do,
             ``subprocess.Popen([sys.executable, "-u", "script.py", ...], env=..., cwd=..., start_new_session=...)``.
             Processes that it starts in another way, or beyond this number, start as usual.
-        prelude: A function that the process can import by module and name. It is called before the ranks are forked, so
-            that they have the modules that it imports.
+        prelude: A function that the process can import by module and name. It is called before further processes are
+            forked, so that they have the modules that it imports.
 
     Returns:
         The process. It ends with this one, and its exit status is that of the script. It leads a session of its own,
         so that ``os.killpg(process.pid, SIGKILL)`` also ends the processes that it has started.
     """
-    method: StartMethod = "forkserver" if _can_fork() and _forks_without_threads() else "spawn"
-    if method == "forkserver":
+    method: StartMethod = "spawn"
+    forked_ranks = 0
+    if _can_fork() and _forks_without_threads():
+        method = "forkserver"
+        forked_ranks = ranks - 1
         _ensure_running()
-    process, connection = _start_daemon(
-        method,
-        _run_script,
-        (str(path), arguments, str(folder), str(output), ranks if method == "forkserver" else 1, prelude),
-        dict(environment),
-    )
+    script_arguments = (str(path), arguments, str(folder), str(output), forked_ranks, prelude)
+    process, connection = _start_daemon(method, _run_script, script_arguments, dict(environment))
     connection.close()
     return process
 
@@ -165,7 +165,7 @@ def _run_script(
     arguments: tuple[str, ...],
     folder: str,
     output: str,
-    ranks: int,
+    forked_ranks: int,
     prelude: Callable[[], None] | None,
 ) -> None:
     connection.close()
@@ -180,9 +180,9 @@ def _run_script(
         prelude()
     os.chdir(folder)
     sys.argv[:] = [path, *arguments]
-    if ranks > 1:
-        _fork_ranks(ranks - 1)
-    script, *_ = sys.argv
+    if forked_ranks:
+        _fork_ranks(forked_ranks)
+    script = sys.argv[0]  # in a forked rank, the one that it was started with
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     runpy.run_path(script, run_name="__main__")
 
@@ -219,14 +219,14 @@ class _ForkedRank:
 def _fork_ranks(number: int) -> None:
     """Fork processes that wait until the script starts them, and make ``subprocess.Popen`` return them.
 
-    Returns in this process at once, and in a forked one when it is started. One that is never started ends with this
-    process.
+    Returns in this process at once, and in a forked process when the script starts it. A process that is never started
+    ends with this one.
     """
     unstarted_ranks: list[_ForkedRank] = []
     for _ in range(number):
         rank_pipe, pipe = multiprocessing.Pipe()
         pid = os.fork()
-        if not pid:
+        if pid == 0:  # this is the forked process
             for parent_pipe in (pipe, *(rank.pipe for rank in unstarted_ranks)):
                 parent_pipe.close()
             _wait_to_be_started(rank_pipe)
@@ -235,26 +235,30 @@ def _fork_ranks(number: int) -> None:
         unstarted_ranks.append(_ForkedRank(pid, pipe))
 
     def start(cls: Any, args: Any = (), *positional: Any, **options: Any) -> Any:
-        interpreter, *words = args if isinstance(args, (list, tuple)) and args else [None]
-        words = words[1:] if words[:1] == ["-u"] else words
-        runs_script = interpreter == sys.executable and words and str(words[0]).endswith(".py")
-        needs_popen = positional or options.pop("stdout", None) or options.pop("stderr", None)
-        if (
-            not unstarted_ranks
-            or not runs_script
-            or needs_popen
-            or options.keys() - {"env", "cwd", "start_new_session"}
-        ):
+        script_argv = _script_argv(args)
+        set_options = {name for name, value in options.items() if value is not None}
+        has_other_options = positional or set_options - {"env", "cwd", "start_new_session"}
+        if not unstarted_ranks or script_argv is None or has_other_options:
             return object.__new__(cls)
         rank = unstarted_ranks.pop(0)
-        session = options.get("start_new_session", False)
         environment = dict(options.get("env") or os.environ)
-        rank.pipe.send((list(map(str, words)), environment, options.get("cwd") or os.getcwd(), session))
+        folder = options.get("cwd") or os.getcwd()
+        rank.pipe.send((script_argv, environment, folder, options.get("start_new_session", False)))
         with contextlib.suppress(EOFError, ConnectionError):
             rank.pipe.recv()  # sent when its session exists, which callers may end as soon as this returns
         return rank
 
     subprocess.Popen.__new__ = start  # type: ignore[method-assign]
+
+
+def _script_argv(command: Any) -> list[str] | None:
+    """Return the ``sys.argv`` of a Python script that a command runs; ``None`` if it runs anything else."""
+    if not isinstance(command, (list, tuple)) or not command or command[0] != sys.executable:
+        return None
+    arguments = list(map(str, command[1:]))
+    if arguments[:1] == ["-u"]:
+        arguments.pop(0)
+    return arguments if arguments and arguments[0].endswith(".py") else None
 
 
 def _wait_to_be_started(pipe: Connection) -> None:
@@ -272,7 +276,7 @@ def _wait_to_be_started(pipe: Connection) -> None:
 
 
 def lead_session(connection: Connection) -> None:
-    """Let :func:`kill_process` end what this process will start too, and :func:`read_stacks` see what it does.
+    """Let :func:`kill_process` also end what this process will start, and let :func:`read_stacks` read its stacks.
 
     Args:
         connection: This process's end of the pipe.
@@ -298,12 +302,12 @@ def read_stacks(process: BaseProcess, connection: Connection) -> str:
     if _STACKS_SIGNAL is None or process.pid is None:
         return ""
     stacks = b""
-    with contextlib.suppress(OSError):  # it has just ended
+    limit = _FIRST_PIECE_SECONDS
+    with contextlib.suppress(OSError):  # the process has just ended
         os.kill(process.pid, _STACKS_SIGNAL)
-        while connection.poll(_NEXT_PIECE_SECONDS if stacks else _FIRST_PIECE_SECONDS) and (
-            piece := os.read(connection.fileno(), 1 << 16)
-        ):
+        while connection.poll(limit) and (piece := os.read(connection.fileno(), 1 << 16)):
             stacks += piece
+            limit = _NEXT_PIECE_SECONDS
     return stacks.decode(errors="replace")
 
 
@@ -336,7 +340,7 @@ def end_process(process: BaseProcess, connection: Connection, patience: float = 
     if process.is_alive():
         kill_process(process)
         process.join()
-    elif process.exitcode == _UNKNOWN_EXIT_CODE and process.pid is not None:
+    elif process.exitcode == _UNKNOWN_EXIT_CODE and process.pid is not None:  # it may still run
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
     connection.close()
@@ -375,7 +379,7 @@ def _prepare_process(environment: Mapping[str, str]) -> None:
         del os.environ[name]
     os.environ.update(environment)
     if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()  # random does so by itself after a fork
+        numpy.random.seed()  # Python's own generator seeds itself after a fork
     _schedule_as_batch()
     _end_with_parent()
 
@@ -420,7 +424,7 @@ _server_threads: list[str] | None = None
 
 
 def _forks_without_threads() -> bool:
-    """Whether the fork server has no threads, queried once; warns if it has."""
+    """Whether the fork server has no threads. It is asked once, and a warning says if it has some."""
     global _server_threads
     if _server_threads is None:
         _ensure_running()

@@ -150,7 +150,7 @@ class RankPool(StartedRanks):
         while len(results) + len(failures) < world_size:
             open_ranks = [r for r in range(world_size) if r not in results and r not in failures]
             rank_of_connection: dict[Any, int] = {self._workers[r][1]: r for r in open_ranks}
-            # After a failure, other ranks may wait in a collective forever, or fail too: they get five seconds for it.
+            # After a failure, other ranks may wait in a collective forever. They get five seconds to return or fail.
             wait_limit = min(deadline, time.monotonic() + 5.0) if failures else deadline
             ready = wait(list(rank_of_connection), timeout=max(wait_limit - time.monotonic(), 0.0))
             if not ready:

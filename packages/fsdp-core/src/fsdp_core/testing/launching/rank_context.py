@@ -42,15 +42,18 @@ class RankContext:
         """This rank's part of a tensor, sharing memory with it."""
         return local_tensor(tensor)
 
-    def memory(self, tensor: Tensor) -> int:
-        """The bytes that this rank holds for a tensor, or for the tensor that it is a view of."""
+    def local_bytes(self, tensor: Tensor) -> int:
+        """The bytes of memory of this rank's part of a tensor, or of the tensor that it is a view of."""
         return self.local(tensor).untyped_storage().nbytes()
 
     def settle(self) -> None:
-        """Compute what the library has only recorded until now. All ranks must call it; then each may read alone."""
+        """Compute what the library has only recorded so far, so that each rank can read values by itself.
 
-    def held(self, tensor: Tensor) -> int:
-        """The number of elements of a tensor that this rank holds, including the library's padding."""
+        All ranks must call it.
+        """
+
+    def local_numel(self, tensor: Tensor) -> int:
+        """The number of elements of this rank's part of a tensor, including the library's padding."""
         return self.local(tensor).numel()
 
 

@@ -79,6 +79,12 @@ class FlatShard:
         """This rank's range of the mean of the ranks' gradients. All ranks must call it."""
         return self.runtime.reduce_scatter(self.padded(gradient).view(self.runtime.world_size, self.length))
 
+    def copy_requires_grad(self) -> None:
+        """Let the gathered parameter, if there is one, require a gradient as ``local`` does."""
+        if self.gathered is not None:
+            self.was_trained = self.local.requires_grad
+            self.gathered.requires_grad_(self.was_trained)
+
     def take_gradient(self, gathered: Tensor) -> None:
         """Add the gathered parameter's gradient to ``gradient``: the parameter may be freed before the reduction."""
         # By the descriptor: in a manual step, the attribute may show a shard's gradient.

@@ -99,11 +99,10 @@ class LoopbackSharded(Sharded):
                 shard.gathered = nn.Parameter(shard.all_gather())
                 shard.gathered.register_post_accumulate_grad_hook(shard.take_gradient)
                 self.end.follow(shard.gathered)
-                shard.was_trained = not shard.local.requires_grad
+                shard.copy_requires_grad()
                 shard.give_to_owners(shard.gathered)
-            if shard.was_trained != shard.local.requires_grad:  # frozen or unfrozen since it was gathered
-                shard.was_trained = shard.local.requires_grad
-                shard.gathered.requires_grad_(shard.was_trained)
+            elif shard.was_trained != shard.local.requires_grad:  # frozen or unfrozen since it was gathered
+                shard.copy_requires_grad()
         self._writes_when_gathered = self._count_shard_writes()
 
     def _after_backward(self) -> None:
@@ -135,9 +134,8 @@ class LoopbackSharded(Sharded):
     def reshard(self) -> None:
         for shard in self.shards:
             if shard.gathered is not None:
-                if (
-                    shard.gathered.requires_grad != shard.was_trained
-                ):  # users have frozen or unfrozen the gathered parameter
+                # Users may have frozen or unfrozen the gathered parameter.
+                if shard.gathered.requires_grad != shard.was_trained:
                     shard.local.requires_grad_(shard.gathered.requires_grad)
                 shard.gathered = None
                 shard.give_to_owners(shard.local)
@@ -180,9 +178,7 @@ class LoopbackSharded(Sharded):
 
     def follow_requires_grad(self) -> None:
         for shard in self.shards:
-            if shard.gathered is not None:
-                shard.was_trained = shard.local.requires_grad
-                shard.gathered.requires_grad_(shard.was_trained)
+            shard.copy_requires_grad()
 
     def reset(self) -> None:
         self.reshard()

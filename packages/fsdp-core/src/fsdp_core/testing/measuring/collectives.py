@@ -22,7 +22,7 @@ class Layer(nn.Linear):
 
 
 def _new_layers() -> nn.Module:
-    """A root with parameters of its own around three units, of which it returns what the last has returned."""
+    """A root with a layer of its own and three units, the last of which computes its output."""
     layers = (nn.Linear(WIDTH, WIDTH), Layer(WIDTH, WIDTH), nn.Tanh(), Layer(WIDTH, WIDTH), nn.Tanh())
     return nn.Sequential(*layers, Layer(WIDTH, WIDTH))
 
@@ -46,10 +46,10 @@ def count_in_steps(strategy: str, shard_by_hand: Callable[[nn.Module], nn.Module
 
     Args:
         strategy: The name of the strategy, which shards each :class:`Layer` under Fabric.
-        shard_by_hand: Shards such a module as the strategy's library is used by hand.
+        shard_by_hand: Shards such a module with the strategy's library alone.
 
     Returns:
-        By what the step does, the two numbers: of the strategy, and by hand.
+        The numbers of gathers and reductions by kind of step: those of the strategy, and those by hand.
     """
     fabric = new_fabric(strategy, 2, {"auto_wrap_policy": {Layer}})
     nets = [_new_layers(), _new_layers()]

@@ -99,8 +99,8 @@ def built_under_fabric(strategy: str, world_size: int, blocks: int) -> tuple[int
             net = Deep(blocks, width)
         return fabric.setup(net)
 
-    kept_models = [build(2, 8)]  # a small model first, which allocates what is needed only once
-    peak = peak_of(lambda: kept_models.append(build(blocks)))
+    models = [build(2, 8)]  # a small model first, which allocates what is needed only once
+    peak = peak_of(lambda: models.append(build(blocks)))
     strategy_of_fabric: Any = fabric.strategy
     return peak, first_rows(full_state(strategy_of_fabric, strategy_of_fabric.roots[-1]))
 
@@ -118,7 +118,7 @@ class _Configured(Lit):
                 self.net = Deep(self.blocks, self.width)
 
     def on_train_start(self) -> None:
-        self.status = _read_status("VmHWM")
+        self.peak = _read_status("VmHWM")
         self.state = first_rows(full_state(self.trainer.strategy))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
@@ -136,11 +136,11 @@ def configured_under_trainer(strategy: str, tmp: str, world_size: int, blocks: i
     module = _Configured(blocks)
     start = _start()
     fit(module)
-    return module.status - start, {name.removeprefix("net."): rows for name, rows in module.state.items()}
+    return module.peak - start, {name.removeprefix("net."): rows for name, rows in module.state.items()}
 
 
 def assert_built_in_a_shard_and_a_layer(ranks: RankPool, tmp: str, strategy: str) -> None:
-    """Check the memory that building a model takes whose layers are marked, on 2 and 4 ranks, and its weights.
+    """Check that building a model of marked layers takes the memory of a shard and a layer, and gives its weights.
 
     Args:
         ranks: Ranks that have built nothing else.

@@ -72,10 +72,10 @@ def _compare(got: Mapping[Any, Array], want: Mapping[Any, Array], quantity: str,
         if got[name].shape != want[name].shape:
             messages.append(f"{quantity} of {name}: of shape {got[name].shape} instead of {want[name].shape}")
             continue
+        norm = float(np.linalg.norm(want[name]))
         error = float(np.linalg.norm(got[name] - want[name]))
-        allowed = tolerance * (float(np.linalg.norm(want[name])) + 0.1 * largest)
-        if not error <= allowed:
-            messages.append(f"{quantity} of {name}: {error:.3g} from the oracle's {np.linalg.norm(want[name]):.3g}")
+        if not error <= tolerance * (norm + 0.1 * largest):  # also if the error is NaN
+            messages.append(f"{quantity} of {name}: {error:.3g} from the oracle's {norm:.3g}")
     return messages
 
 
@@ -83,14 +83,16 @@ def _arrays(tensors: Mapping[Any, Any]) -> dict[Any, Array]:
     return {name: np.asarray(tensor.numpy()) for name, tensor in tensors.items()}
 
 
-def differences(outcomes: Sequence[Outcome], want: Run, configuration: Configuration, begun: int = 0) -> list[str]:
+def differences(
+    outcomes: Sequence[Outcome], want: Run, configuration: Configuration, skipped_batches: int = 0
+) -> list[str]:
     """What differs between a run on ranks and the oracle; empty if nothing does.
 
     Args:
         outcomes: What each rank has.
         want: The oracle's run.
         configuration: What was trained, and how.
-        begun: The number of micro-batches that the run did not see, because it was resumed.
+        skipped_batches: The number of micro-batches that the run did not see, because it was resumed.
     """
     tolerance = _TOLERANCES.get(configuration["precision"], HALF_TOLERANCE)
     accumulate = int(configuration["accumulate"])
@@ -98,51 +100,48 @@ def differences(outcomes: Sequence[Outcome], want: Run, configuration: Configura
         tolerance *= _CLIPPED_BY_VALUE
     messages: list[str] = []
     losses = np.mean([outcome.losses for outcome in outcomes], axis=0)
-    if len(losses) != MICRO_BATCHES - begun:
-        return [f"{len(losses)} micro-batches instead of {MICRO_BATCHES - begun}"]
-    for index, (loss, wanted) in enumerate(zip(losses, want.losses[begun:], strict=True)):
-        if not abs(loss - wanted) <= tolerance * (1 + abs(wanted)):
-            messages.append(f"loss of micro-batch {begun + index}: {loss} instead of {wanted}")
-    skipped_steps = sum(is_last(index, accumulate) for index in range(begun))
-    if (
-        configuration["front_end"] != "by hand"
-    ):  # manual steps are inside a forward pass, where gradients are not recorded
-        for step, (wanted_gradients, *pieces_of_ranks) in enumerate(
-            zip(want.gradients[skipped_steps:], *[outcome.gradients for outcome in outcomes], strict=True)
-        ):
-            quantity = f"gradient in step {skipped_steps + step}"
-            messages += _compare(
-                _join_all(pieces_of_ranks, quantity, messages), _arrays(wanted_gradients), quantity, tolerance
-            )
+    if len(losses) != MICRO_BATCHES - skipped_batches:
+        return [f"{len(losses)} micro-batches instead of {MICRO_BATCHES - skipped_batches}"]
+    for index, (loss, wanted_loss) in enumerate(
+        zip(losses, want.losses[skipped_batches:], strict=True), start=skipped_batches
+    ):
+        if not abs(loss - wanted_loss) <= tolerance * (1 + abs(wanted_loss)):
+            messages.append(f"loss of micro-batch {index}: {loss} instead of {wanted_loss}")
+    skipped_steps = sum(is_last(index, accumulate) for index in range(skipped_batches))
+    # Manual steps are inside a forward pass, where gradients are not recorded.
+    if configuration["front_end"] != "by hand":
+        wanted_steps = want.gradients[skipped_steps:]
+        gradients_of_ranks = [outcome.gradients for outcome in outcomes]
+        steps = zip(wanted_steps, *gradients_of_ranks, strict=True)
+        for step, (wanted_gradients, *pieces_of_ranks) in enumerate(steps, start=skipped_steps):
+            quantity = f"gradient in step {step}"
+            gradients = _join_all(pieces_of_ranks, quantity, messages)
+            messages += _compare(gradients, _arrays(wanted_gradients), quantity, tolerance)
     for outcome in outcomes:
         wanted_norms = want.norms[len(want.norms) - len(outcome.norms) :]
         if not np.allclose(outcome.norms, wanted_norms, rtol=tolerance, atol=0):
             messages.append(f"norms {outcome.norms} instead of {wanted_norms}")
             break
-    states: tuple[tuple[str, Mapping[Any, Any], list[Pieces]], ...] = (
-        ("weight", want.weights, [outcome.weights for outcome in outcomes]),
-        ("moment", want.moments, [outcome.moments for outcome in outcomes]),
-    )
-    for quantity, state, parts in states:
-        tensors = _join_all(parts, quantity, messages)
-        keys = sorted({name[1] for name in state}) if quantity == "moment" else [None]
-        for key in keys:
-            wanted_tensors = {n: v for n, v in _arrays(state).items() if key is None or n[1] == key}
-            got = {n: v for n, v in tensors.items() if key is None or n[1] == key}
-            label = quantity if key is None else f"{quantity} {key}"
-            messages += _compare(got, wanted_tensors, label, tolerance)
+    weights = _join_all([outcome.weights for outcome in outcomes], "weight", messages)
+    messages += _compare(weights, _arrays(want.weights), "weight", tolerance)
+    moments = _join_all([outcome.moments for outcome in outcomes], "moment", messages)
+    wanted_moments = _arrays(want.moments)
+    for key in sorted({key for _, key in wanted_moments}):  # the largest norm differs between keys
+        got = {name: value for name, value in moments.items() if name[1] == key}
+        wanted = {name: value for name, value in wanted_moments.items() if name[1] == key}
+        messages += _compare(got, wanted, f"moment {key}", tolerance)
     return messages
 
 
 def differing_bits(resumed: Sequence[Outcome], uninterrupted: Sequence[Outcome]) -> list[str]:
     """What differs in any bit between a resumed run and the one that went on, on the same mesh."""
     messages = []
-    for rank, (outcome, other) in enumerate(zip(resumed, uninterrupted, strict=True)):
-        if outcome.losses != other.losses[len(other.losses) - len(outcome.losses) :]:
-            messages.append(f"losses on rank {rank} after the resume: {outcome.losses}, without it {other.losses}")
+    for rank, (outcome, expected) in enumerate(zip(resumed, uninterrupted, strict=True)):
+        if outcome.losses != expected.losses[len(expected.losses) - len(outcome.losses) :]:
+            messages.append(f"losses on rank {rank} after the resume: {outcome.losses}, without it {expected.losses}")
         for quantity, got, want in (
-            ("weight", outcome.weights, other.weights),
-            ("moment", outcome.moments, other.moments),
+            ("weight", outcome.weights, expected.weights),
+            ("moment", outcome.moments, expected.moments),
         ):
             messages += [
                 f"{quantity} of {name} on rank {rank}, after the resume"
@@ -153,7 +152,9 @@ def differing_bits(resumed: Sequence[Outcome], uninterrupted: Sequence[Outcome])
 
 
 def _is_bit_equal(a: Piece, b: Piece) -> bool:
-    return (a.shape, a.dtype, a.replica, len(a.boxes)) == (b.shape, b.dtype, b.replica, len(b.boxes)) and all(
-        box_a[0] == box_b[0] and np.array_equal(box_a[1], box_b[1], equal_nan=True)
-        for box_a, box_b in zip(a.boxes, b.boxes, strict=True)
+    if (a.shape, a.dtype, a.replica, len(a.boxes)) != (b.shape, b.dtype, b.replica, len(b.boxes)):
+        return False
+    return all(
+        offsets_a == offsets_b and np.array_equal(data_a, data_b, equal_nan=True)
+        for (offsets_a, data_a), (offsets_b, data_b) in zip(a.boxes, b.boxes, strict=True)
     )

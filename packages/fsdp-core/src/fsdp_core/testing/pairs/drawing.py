@@ -35,7 +35,7 @@ def forbids(rule: Rule, configuration: Configuration) -> bool:
 
 def pairs_of(configuration: Configuration) -> set[Pair]:
     """The pairs of values that a configuration combines."""
-    return {frozenset(pair_of_items) for pair_of_items in combinations(configuration.items(), 2)}
+    return {frozenset(items) for items in combinations(configuration.items(), 2)}
 
 
 def draw(dimensions: Sequence[Dimension], rules: Sequence[Rule], seed: int) -> Iterator[dict[str, str]]:
@@ -129,7 +129,7 @@ def _complete(
 
 
 def _count_new_pairs(drawn: Mapping[str, str], name: str, label: str, covered: set[Pair]) -> int:
-    return sum(frozenset({(name, label), other}) not in covered for other in drawn.items())
+    return sum(frozenset({(name, label), drawn_item}) not in covered for drawn_item in drawn.items())
 
 
 def first(count: int, dimensions: Sequence[Dimension], rules: Sequence[Rule], seed: int) -> list[dict[str, str]]:

@@ -45,8 +45,8 @@ class RunRequest:
         strategy: The strategy's name.
         ranks: The number of ranks.
         options: The strategy's options, by prefix of the net's names.
-        saves: Where to save a checkpoint within the run; ``None`` for nowhere.
-        loads: The checkpoint to go on from; ``None`` to begin.
+        saves: The path of a checkpoint to save within the run, if any.
+        loads: The path of a checkpoint to resume from, if any.
     """
 
     configuration: Configuration
@@ -130,11 +130,10 @@ def run_all(requests: Sequence[RunRequest], tmp: str) -> list[Outcome]:
 
 
 def _to_piece(value: Any) -> Piece:
-    chunks = (
-        value if isinstance(value, ChunkedTensor) else chunked(plain(torch.as_tensor(value)), rank=rank_context().rank)
-    )
-    boxes = tuple((chunk.offsets, np.array(plain(chunk.data).detach().cpu().double())) for chunk in chunks.chunks)  # type: ignore[arg-type]
-    return Piece(shape=tuple(chunks.shape), dtype=str(chunks.dtype), replica=chunks.replica, boxes=boxes)
+    if not isinstance(value, ChunkedTensor):
+        value = chunked(plain(torch.as_tensor(value)), rank=rank_context().rank)
+    boxes = tuple((chunk.offsets, np.array(plain(chunk.data).detach().cpu().double())) for chunk in value.chunks)
+    return Piece(shape=tuple(value.shape), dtype=str(value.dtype), replica=value.replica, boxes=boxes)
 
 
 def _gradients(layout: Layout, optimizer: Any) -> Pieces:
@@ -186,8 +185,12 @@ def _use_between_batches(model: Any, net: Any, x: Tensor, how: str) -> None:
     if how == "nothing":
         return
     model.eval()
-    with fsdp_core.gathered(model) if how == "gathered" else torch.no_grad():
-        (net if how == "gathered" else getattr(model, "net", model))(x, 0)
+    if how == "gathered":
+        with fsdp_core.gathered(model):
+            net(x, 0)
+    else:
+        with torch.no_grad():
+            getattr(model, "net", model)(x, 0)  # a LightningModule's net, or Fabric's wrapper
     model.train()
 
 

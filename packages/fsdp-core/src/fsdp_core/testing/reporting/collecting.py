@@ -58,12 +58,8 @@ def choose_clauses(cls: type[Clauses], items: list[Any]) -> list[Any]:
     info = registry.describe(cls.strategy)
     names = set(cls.clauses())
     applicable = [item for item in items if item.originalname not in names or _applies(item, info)]
-    position_of_base = {
-        base: index for index, base in enumerate(cls.__mro__)
-    }  # pytest itself begins with the last base
-    applicable.sort(
-        key=lambda item: next(position_of_base[base] for base in cls.__mro__ if item.originalname in vars(base))
-    )
+    # In the order of the bases; pytest itself begins with the last one.
+    applicable.sort(key=lambda item: next(i for i, base in enumerate(cls.__mro__) if item.originalname in vars(base)))
     clauses = [item for item in applicable if item.originalname in names]
     skip_reasons = {item: _skip_reason(item, info, cls.rank_pool.kind) for item in clauses}
     _check_expected(cls, [item for item in clauses if not skip_reasons[item]])
@@ -147,8 +143,11 @@ def _skip_reason(item: Any, info: StrategyInfo, kind: RankKind) -> str:
     needs = _needs(item)
     undeclared = [str(need) for need in needs if isinstance(need, Capability) and need not in info.capabilities]
     missing = [need for need in needs if not isinstance(need, Capability) and need not in options]
-    reasons = [f"does not declare {', '.join(undeclared)}"] * bool(undeclared)
-    reasons += [f"has no option {', '.join(missing)}"] * bool(missing)
+    reasons = []
+    if undeclared:
+        reasons.append(f"does not declare {', '.join(undeclared)}")
+    if missing:
+        reasons.append(f"has no option {', '.join(missing)}")
     return f"{info.name!r} {' and '.join(reasons)}" if reasons else ""
 
 

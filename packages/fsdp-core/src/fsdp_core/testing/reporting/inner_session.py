@@ -41,7 +41,8 @@ class _Session:
     errors: list[str] = field(default_factory=list)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        self.errors += [str(report.longrepr)] if report.failed else []
+        if report.failed:
+            self.errors.append(str(report.longrepr))
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         items[:] = [item for item in items if (item.cls.strategy, item.name) in self.chosen]

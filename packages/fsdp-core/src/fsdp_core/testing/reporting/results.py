@@ -52,12 +52,12 @@ class Results:
         if report.failed:
             entry |= {"outcome": "failed", "reason": _message(report)}
         elif report.skipped and entry["outcome"] != "failed":
-            excused = getattr(report, "wasxfail", None)
-            skipped = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-            outcome, reason = (
-                ("skipped", skipped.removeprefix("Skipped: ")) if excused is None else ("failed as expected", excused)
-            )
-            entry |= {"outcome": outcome, "reason": reason}
+            xfail_reason = getattr(report, "wasxfail", None)
+            if xfail_reason is not None:
+                entry |= {"outcome": "failed as expected", "reason": xfail_reason}
+            else:
+                reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+                entry |= {"outcome": "skipped", "reason": reason.removeprefix("Skipped: ")}
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON-serializable data."""
@@ -88,7 +88,7 @@ class Results:
 
 def _suite(name: str, rows: list[dict[str, Any]], interrupted: bool) -> dict[str, Any]:
     strategy = rows[0]["strategy"]
-    other = rows[0]["preset_of"]
+    preset_of = rows[0]["preset_of"]
     info = registry.describe(strategy)
     totals = Counter(row["outcome"] for row in rows)
     clauses = [
@@ -97,7 +97,7 @@ def _suite(name: str, rows: list[dict[str, Any]], interrupted: bool) -> dict[str
     return {
         "suite": name,
         "strategy": strategy,
-        "preset_of": other,
+        "preset_of": preset_of,
         "ranks": rows[0]["ranks"],
         "summary": info.summary,
         "package": str(registry.provider(strategy)),
@@ -105,7 +105,7 @@ def _suite(name: str, rows: list[dict[str, Any]], interrupted: bool) -> dict[str
         "totals": dict(totals),
         "seconds": round(sum(row["seconds"] for row in rows), 1),
         "capabilities": [
-            _capability(capability, capability in info.capabilities, rows, other, interrupted)
+            _capability(capability, capability in info.capabilities, rows, preset_of, interrupted)
             for capability in Capability
         ],
         "clauses": clauses,
@@ -121,17 +121,17 @@ def _verdict(totals: Mapping[str, int], interrupted: bool) -> str:
 
 
 def _capability(
-    capability: Capability, declared: bool, rows: list[dict[str, Any]], other: str | None, interrupted: bool
+    capability: Capability, declared: bool, rows: list[dict[str, Any]], preset_of: str | None, interrupted: bool
 ) -> dict[str, Any]:
-    tried_by = [row for row in rows if capability in row["needs" if declared else "refuses"]]
-    outcomes = Counter(row["outcome"] for row in tried_by if row["outcome"] not in ("does not apply", "skipped"))
+    clauses = [row for row in rows if capability in row["needs" if declared else "refuses"]]
+    outcomes = Counter(row["outcome"] for row in clauses if row["outcome"] not in ("does not apply", "skipped"))
     good, bad = ("works", "does not work") if declared else ("refused", "not refused")
     if outcomes["failed"]:
         result = bad
     elif outcomes["failed as expected"]:
         result = f"{bad}, as expected"
     elif not outcomes["passed"]:
-        result = "not shown" if other is None else f"see {other}"
+        result = "not shown" if preset_of is None else f"see {preset_of}"
     else:
         result = f"{good}, as far as run" if outcomes["not run"] or interrupted else good
     return {"name": str(capability), "declared": declared, "result": result, "clauses": outcomes.total()}

@@ -164,12 +164,13 @@ class _Composer:
         self.rows[name] = self._called(part, name, self.rows[source])
 
     def _called(self, part: str, name: str, value: _Value) -> _Value:
-        reached = {p for p, owner in PARAMETERS.items() if part == "net" or owner == part or part == f"{owner}.norm"}
+        """The value of a part's output, named ``name``, for an input with ``value``."""
         if part == "net.out":
-            reached = {"net.inp.weight"}
-        if part == "net" and "net.frozen" in self.frozen:
-            reached.discard("net.frozen.weight")
+            reached = {"net.inp.weight"}  # the two are tied
+        else:
+            reached = {p for p, owner in PARAMETERS.items() if part in ("net", owner, f"{owner}.norm")}
         trained = {p for p in reached if PARAMETERS[p] not in self.frozen}
+        # The whole net is hardly ever frozen, and a call of the norm is refused.
         if not trained and not value.sources and part not in ("net", "net.blocks[1].norm"):
             return _Value()
         return self._computed(name, value | _Value(sources=frozenset({name, *trained})), part)
@@ -192,16 +193,19 @@ class _Composer:
         self.losses[name] = self._computed(name, self.rows[a] | self.rows[b] if "{b}" in form else self.rows[a])
 
     def _computed(self, name: str, value: _Value, part: str = "") -> _Value:
+        """Number a call or operation whose result is ``name``, and return the result's value."""
         self.parts.append(part)
-        return value | _Value(frozenset({len(self.parts)}), frozenset({name})) if value.sources else value
+        if not value.sources:
+            return value
+        return value | _Value(calls=frozenset({len(self.parts)}), sources=frozenset({name}))
 
     def add_gradient(self) -> None:
         loss = self.loss()
         if loss is None:
             return self.add_loss()
         value = self.losses[loss]
-        targets = sorted(value.sources - self.losses.keys() if not self.is_careless else {*self.rows, *PARAMETERS})
-        target = self.rng.choice(targets)
+        targets = {*self.rows, *PARAMETERS} if self.is_careless else value.sources - self.losses.keys()
+        target = self.rng.choice(sorted(targets))
         name = self.name("g")
         max_order = 1 if self.has_norms else 2
         creates = value.order < max_order and self.rng.random() < 0.3
@@ -257,13 +261,13 @@ class _Composer:
         self.lines.append("zero_grad()")
 
     def add_hook(self) -> None:
-        kind = self.rng.random()
-        if kind < 0.45:
-            named = {**self.rows, **self.losses}
-            usable = sorted(name for name, value in named.items() if value.sources and name != "x")
+        draw = self.rng.random()
+        if draw < 0.45:
+            values = {**self.rows, **self.losses}
+            usable = sorted(name for name, value in values.items() if value.sources and name != "x")
             if usable:
                 self.lines.append(f"{self.rng.choice(usable)}.register_hook(lambda g: 0.5 * g)")
-        elif kind < 0.75:
+        elif draw < 0.75:
             loss = self.loss()
             if loss is not None:
                 part = self.rng.choice(["net", "net", "net.blocks[1]"])
@@ -278,17 +282,17 @@ class _Composer:
             self.handles.append(handle)
 
     def add_write(self) -> None:
-        kind = self.rng.random()
+        draw = self.rng.random()
         parameter = self.rng.choice(sorted(PARAMETERS))
-        if kind < 0.2:
+        if draw < 0.2:
             line = "net.scale.mul_(1.1)"
             part = "net.inp"
-        elif kind < 0.4:
+        elif draw < 0.4:
             number = self.rng.randrange(2)
             parameters = f"zip(net.teachers[{number}].parameters(), net.blocks[{number}].parameters())"
             line = f"with torch.no_grad(): [t.lerp_(p, 0.1) for t, p in {parameters}]"
             part = f"net.teachers[{number}]"
-        elif kind < 0.7:
+        elif draw < 0.7:
             line = f"{parameter}.data.mul_(0.9)"
             part = PARAMETERS[parameter]
         else:

@@ -89,9 +89,10 @@ def train(strategy: str, tmp: str, front: Front, program: Program, ranks: int = 
         return _fabric(strategy, program) if front == "fabric" else _fit(strategy, tmp, front, program, ranks)
     except Exception as error:
         notes = list(getattr(error, "__notes__", ()))
-        # A note on what may be a shard helps where a layer inside of a unit is called, and hides a fault elsewhere.
-        explained = "fsdp-core: " if ".norm(" in str(program) else "fsdp-core: a graph that create_graph=True"
-        is_refused = isinstance(error, FSDPError) or any(note.startswith(explained) for note in notes)
+        # Any note of ours explains an error where a layer inside of a unit is called. Elsewhere only the note about
+        # create_graph=True does; another one would hide a fault.
+        prefix = "fsdp-core: " if ".norm(" in str(program) else "fsdp-core: a graph that create_graph=True"
+        is_refused = isinstance(error, FSDPError) or any(note.startswith(prefix) for note in notes)
         return is_refused, "\n".join([f"{type(error).__name__}: {error}", *notes])
     finally:
         torch.set_grad_enabled(True)

@@ -127,7 +127,7 @@ class Clauses:
     Attributes:
         strategy: The name of the strategy.
         expected_failures: Reasons by clause, ``"test_name"`` or ``"test_name[parameters]"``. These clauses must fail.
-        asks: The options that request a capability, if their names differ from core's, by capability.
+        asks: By capability, the options that request it, where their names differ from core's.
         rank_pool: The class of the ranks; see :class:`~fsdp_core.testing.Ranks`. Called without arguments, once
             for all classes that choose it.
         preset_of: If ``strategy`` is a preset of another strategy, that strategy's name; messages may use it.
@@ -166,9 +166,9 @@ class Clauses:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         settings = {name for base in cls.__mro__[1:] for name in inspect.get_annotations(base)}
-        homes: dict[str, type] = {}
-        for base in cls.__mro__:
-            for name in () if base is object else vars(base):
+        homes: dict[str, type] = {}  # the class that defines a name
+        for base in cls.__mro__[:-1]:  # without object
+            for name in vars(base):
                 if name in settings or (name.startswith("__") and name.endswith("__")):
                     continue
                 if name in homes:
@@ -177,11 +177,11 @@ class Clauses:
                         "Give it another name; a clause that is known to fail is named in expected_failures."
                     )
                 homes[name] = base
-        own = inspect.get_annotations(cls)  # settings, which subclasses may change
+        own_settings = inspect.get_annotations(cls)  # which subclasses may change
         cls._defined = {
             name: (vars(cls)[name], _marks(vars(cls)[name]))
             for name, home in homes.items()
-            if home is cls and name not in own
+            if home is cls and name not in own_settings
         }
 
     @classmethod

@@ -44,7 +44,7 @@ class Tally:
 
 
 def _round_trip(strategy: str, save_kind: str | None, path: str) -> dict[str, Any]:
-    """Train two models and save, or restore them."""
+    """Train two models and save them as this kind of checkpoint; or restore them, if it is ``None``."""
     fabric = new_fabric(strategy, 2, {"state_dict_type": save_kind} if save_kind else {})
     with oracle.seeded(7 if save_kind is None else 1):
         nets = oracle.Net(), oracle.Net(blocks=2)
@@ -104,14 +104,14 @@ def _state_dicts(strategy: str, tmp: str, kind: str) -> tuple[list[str], list[bo
     saved = _read_whole(fabric.load(f"{tmp}/by name"))["optimizer"]["state"]
     equal = [torch.equal(saved[name][key], value) for name, values in moments.items() for key, value in values.items()]
     messages = []
-    shards: dict[str, Callable[[], dict[str, Any]]] = {
+    state_dicts: dict[str, Callable[[], dict[str, Any]]] = {
         "weights": loop.model.state_dict,  # may raise itself
         "moments": lambda: {"nested": [loop.optimizer.optimizer.state_dict()]},
     }
-    for name, state in shards.items():
-        save = partial(lambda path, state: fabric.save(path, state()), f"{tmp}/{name}", state)
+    for name, state_dict in state_dicts.items():
+        save = partial(lambda path, state_dict: fabric.save(path, state_dict()), f"{tmp}/{name}", state_dict)
         message = refusal((CheckpointValueError, ShardingError), save)
-        if message.endswith("nothing was raised"):  # its tensors describe their shards
+        if message.endswith("nothing was raised"):  # the tensors describe their shards, as DTensors do
             loaded = _read_whole(fabric.load(f"{tmp}/{name}"))
             if name == "weights":
                 equal += [torch.equal(loaded[key], value) for key, value in weights.items()]
@@ -217,23 +217,23 @@ _RANK_BUFFERS = ("seen", "norm.running_mean", "norm.running_var")
 
 
 def _own_buffers(strategy: str, kind: str, path: str) -> tuple[dict[str, Tensor], ...]:
-    """A rank's buffers after a step on its own share, those of a model that has loaded what was saved, and before."""
+    """A rank's buffers after a step on its own share, and another model's after and before it has loaded them."""
     fabric = new_fabric(strategy, 2, {"state_dict_type": kind})
     with oracle.seeded(1):
-        net, again = Counting(), Counting()
+        net, loading_net = Counting(), Counting()
 
     def buffers(module: nn.Module) -> dict[str, Tensor]:
         return {name: tensor.detach().cpu().clone() for name, tensor in module.named_buffers() if name in _RANK_BUFFERS}
 
     model = fabric.setup(net)
-    other = fabric.setup(again)
-    before = buffers(again)
+    loading_model = fabric.setup(loading_net)
+    initial = buffers(loading_net)
     x, y = own_share(fabric, oracle.global_batches(1)[0])
     fabric.backward(mse_loss(model(x), y))
     fabric.save(path, {"model": model})
     own = buffers(net)  # a save changes nothing
-    fabric.load(path, {"model": other})
-    return own, buffers(again), before
+    fabric.load(path, {"model": loading_model})
+    return own, buffers(loading_net), initial
 
 
 class FabricCheckpointsSuite(Clauses):
@@ -254,13 +254,13 @@ class FabricCheckpointsSuite(Clauses):
     def test_rank_zeros_buffers_are_saved(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
         """Of buffers that ranks have written differently, those of rank 0 must be saved, and loaded by every rank."""
         got = ranks.run(2, _own_buffers, self.strategy, kind, str(tmp_path / "checkpoint"))
-        (of_rank_0, _, _), (of_rank_1, _, before) = got
+        (own_0, _, _), (own_1, _, initial) = got
         for name in _RANK_BUFFERS:
-            assert not torch.equal(of_rank_0[name], of_rank_1[name]), f"{name} should be of each rank's own share"
-            assert not torch.equal(of_rank_0[name], before[name]), f"{name} was not written to"
+            assert not torch.equal(own_0[name], own_1[name]), f"{name} should be of each rank's own share"
+            assert not torch.equal(own_0[name], initial[name]), f"{name} was not written to"
             for _, loaded, _ in got:
-                same = torch.equal(loaded[name], of_rank_0[name])
-                assert same, f"the checkpoint's {name} is {loaded[name].tolist()}, and not rank 0's"
+                is_rank_0s = torch.equal(loaded[name], own_0[name])
+                assert is_rank_0s, f"the checkpoint's {name} is {loaded[name].tolist()}, and not rank 0's"
 
     @KINDS
     def test_fabric_goes_back(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
-from torch import Tensor
 
 from fsdp_core.errors import CheckpointError, CheckpointMismatchError, UnsupportedCapabilityError
 from fsdp_core.plugins.capabilities import Capability
@@ -110,7 +110,7 @@ def _outcome(module: Any, run: pl.Trainer) -> dict[str, Any]:
 
 
 def _continue_run(strategy: str, tmp: str, how: str, kind: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Return why the callback was refused, or the outcomes after the stop: without an interruption, and resumed."""
+    """Return a refusal of the callback, or the outcomes of an uninterrupted and a resumed run after the checkpoint."""
 
     def module() -> Any:
         return Thawed() if how == "finetuning" else Growing(lr=0.005 if how == "rates set in each step" else None)
@@ -142,15 +142,16 @@ def _collect_refusals(strategy: str, tmp: str) -> tuple[list[str], list[bool]]:
     run = new_trainer(tmp, strategy, 2)
     run.fit(module, loader(2, 2))
     run.save_checkpoint(f"{tmp}/checkpoint")
-    never, early = Growing(adds=False), Growing(saves=f"{tmp}/early")
-    trained: list[Tensor] = []
+    never_adding, saving_early = Growing(adds=False), Growing(saves=f"{tmp}/early")
+    trained: list[bool] = []
     messages = []
-    for error, other in ((CheckpointMismatchError, never), (CheckpointError, early)):
+    for error, refused_module in ((CheckpointMismatchError, never_adding), (CheckpointError, saving_early)):
         again = new_trainer(tmp, strategy, 2, max_epochs=2)
-        messages.append(refusal(error, lambda: again.fit(other, loader(2, 2), ckpt_path=f"{tmp}/checkpoint")))  # noqa: B023
-        before, now = full_state(run.strategy), full_state(again.strategy)
-        trained.append(torch.tensor([not torch.equal(now[name], before[name]) for name in before]).any())
-    return messages, [bool(has_changed) for has_changed in trained]
+        resume = partial(again.fit, refused_module, loader(2, 2), ckpt_path=f"{tmp}/checkpoint")
+        messages.append(refusal(error, resume))
+        saved, state = full_state(run.strategy), full_state(again.strategy)
+        trained.append(any(not torch.equal(state[name], saved[name]) for name in saved))
+    return messages, trained
 
 
 class LateParamGroupsSuite(Clauses):

@@ -153,8 +153,8 @@ class Saving(pl.Callback):
         self.losses_before: int | None = None
 
     def _save(self, hook: str, trainer: pl.Trainer) -> None:
-        second = trainer.current_epoch == 1 and trainer.fit_loop.batch_idx == self.batch
-        if hook == self.hook and second and self.losses_before is None:
+        is_at_batch = trainer.current_epoch == 1 and trainer.fit_loop.batch_idx == self.batch
+        if hook == self.hook and is_at_batch and self.losses_before is None:
             module: Any = trainer.lightning_module
             self.losses_before = len(module.losses)
             trainer.save_checkpoint(self.path)
@@ -300,9 +300,13 @@ def assert_goes_on_between_micro_batches(ranks: Ranks, tmp_path: Path, strategy:
 
 
 def _accumulating(how: Mapping[str, Any]) -> Any:
-    needs = needs_of(how.get("options", {})) + [Capability.MIXED_PRECISION] * ("precision" in how)
-    full = how.get("options", {}).get("state_dict_type") == "full"
-    return pytest.param(how, marks=requires(*needs, *([] if full else [Capability.SHARDED_CHECKPOINT])), id=str(how))
+    options = how.get("options", {})
+    needs = needs_of(options)
+    if "precision" in how:
+        needs.append(Capability.MIXED_PRECISION)
+    if options.get("state_dict_type") != "full":
+        needs.append(Capability.SHARDED_CHECKPOINT)
+    return pytest.param(how, marks=requires(*needs), id=str(how))
 
 
 class ExactResumeSuite(Clauses):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -176,11 +177,11 @@ ASKED: dict[Capability, dict[FrontEnd, list[Ask]]] = {
 
 def _refusals(strategy: str, tmp: str, front_end: FrontEnd, capability: Capability) -> list[str]:
     """Return the error messages, with the strategy given by name and as an instance of its class."""
-    named: list[dict[str, Any] | None] = [None, {}]
+    by_name, by_class = Chosen(strategy, None), Chosen(strategy, {})
     return [
-        refusal(UnsupportedCapabilityError, lambda ask=ask, options=options: ask(Chosen(strategy, options), tmp))  # type: ignore[misc]
+        refusal(UnsupportedCapabilityError, partial(ask, chosen, tmp))
         for ask in ASKED[capability][front_end]
-        for options in named
+        for chosen in (by_name, by_class)
     ]
 
 

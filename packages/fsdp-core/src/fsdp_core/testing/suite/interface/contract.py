@@ -116,34 +116,34 @@ def _reasons(contract_signature: inspect.Signature, signature: inspect.Signature
     positional = [parameter for parameter in signature.parameters.values() if parameter.kind in _POSITIONAL]
     reasons = []
     matched_names = set()
-    position = -1
+    position = -1  # of the contract's parameter, among its positional ones
     for name, parameter in contract_signature.parameters.items():
-        position += parameter.kind in _POSITIONAL
-        other = signature.parameters.get(name)
-        if parameter.kind in _POSITIONAL and not takes_any_position:
-            actual = positional[position] if position < len(positional) else None
-            if actual is not None and actual.name != name and not (other is not None and other in positional):
-                reasons.append(f"{name!r} is called {actual.name!r} there")
-                matched_names.add(actual.name)
+        is_positional = parameter.kind in _POSITIONAL
+        position += is_positional
+        same_name = signature.parameters.get(name)
+        if is_positional and not takes_any_position and position < len(positional):
+            same_position = positional[position]
+            if same_position.name != name and same_name not in positional:
+                reasons.append(f"{name!r} is called {same_position.name!r} there")
+                matched_names.add(same_position.name)
                 continue
-            if actual is not None and actual.name != name:
+            if same_position.name != name:
                 reasons.append(f"{name!r} is not at the same position")
-        if other is None:
-            if not (takes_any_name and (takes_any_position or parameter.kind not in _POSITIONAL)):
+        if same_name is None:
+            if not (takes_any_name and (takes_any_position or not is_positional)):
                 reasons.append(f"{name!r} is missing")
             continue
         matched_names.add(name)
-        if parameter.default is not parameter.empty and other.default is other.empty:
+        if parameter.default is not parameter.empty and same_name.default is same_name.empty:
             reasons.append(f"{name!r} has no default")
-        elif parameter.default is not parameter.empty and other.default != parameter.default:
-            reasons.append(f"{name!r} is {other.default!r} by default, not {parameter.default!r}")
+        elif parameter.default is not parameter.empty and same_name.default != parameter.default:
+            reasons.append(f"{name!r} is {same_name.default!r} by default, not {parameter.default!r}")
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return reasons + [
-        f"{name!r} has no default"
-        for name, parameter in signature.parameters.items()
-        if name not in matched_names and name not in contract_signature.parameters
-        if parameter.default is parameter.empty and parameter.kind not in variable
-    ]
+    for name, parameter in signature.parameters.items():
+        is_unmatched = name not in matched_names and name not in contract_signature.parameters
+        if is_unmatched and parameter.default is parameter.empty and parameter.kind not in variable:
+            reasons.append(f"{name!r} has no default")
+    return reasons
 
 
 def _is_method(value: Any) -> bool:

@@ -33,7 +33,8 @@ class ListingSuite(Clauses):
         taken = inspect.signature(constructor).parameters
         if foreign not in taken:
             declared.pop(foreign, None)
-        own = {name: each.default for name, each in taken.items() if each.kind is not inspect.Parameter.VAR_KEYWORD}
+        named = [parameter for parameter in taken.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+        own = {parameter.name: parameter.default for parameter in named}
         assert own == {name: default for name, default in declared.items() if name in own}
         for name, default in declared.items():  # including those that the constructor passes on
             constructor(**{name: default})
@@ -47,7 +48,7 @@ class ListingSuite(Clauses):
             "registry.provider(name), registry.unavailable(name)\n"
             f"import {package}; print({{'torch', 'lightning', 'numpy'}} & set(sys.modules))"
         )
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=scaled_limit(60), check=True
         )
-        assert done.stdout == "set()\n"
+        assert process.stdout == "set()\n"

@@ -38,6 +38,7 @@ class PresetClauses(Clauses):
         for front_end in front_ends:
             strategy_class = self.strategy_class(front_end)
             base = self.class_of(self.preset_of, front_end)
+            # Without options that are fixed by name, only a subclass can fix any.
             assert ours.presets or strategy_class is not base
             for cls in strategy_class.__mro__[: strategy_class.__mro__.index(base)]:
                 defined = {name for name, value in vars(cls).items() if callable(value)}

@@ -134,8 +134,8 @@ def _interrupt(strategy: str) -> tuple[str, dict[str, Tensor] | None, dict[str, 
     """What happens after a backward pass that raised.
 
     Returns:
-        The error of a forward pass, the state after two steps if it can go on, and that of another model, which takes
-        them in between.
+        The error of the next forward pass; the model's state after two steps, if it can go on; and the state of another
+        model after two steps that it takes in between.
     """
     loop = Loop(strategy)
     first, (x, y) = loop.batches(2)
@@ -240,8 +240,8 @@ def _misuse(strategy: str) -> tuple[dict[str, str], bool]:
 def _within_inference_mode(strategy: str, tmp: str) -> tuple[float, list[float], Trained, Trained]:
     """The loss of a test in inference mode, the losses of training after it, and two outcomes under Fabric.
 
-    The first is of a net that was set up, saved, loaded and gathered in inference mode, the second of one that was set
-    up as usual, and called in inference mode before anything else.
+    The first outcome is that of a net that was set up, saved, loaded and gathered in inference mode. The second is that
+    of a net that was set up as usual, and first called in inference mode.
     """
     path = str(Path(tmp) / "checkpoint")
     run = new_trainer(tmp, strategy, 2)

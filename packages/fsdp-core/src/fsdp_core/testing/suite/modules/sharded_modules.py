@@ -217,10 +217,10 @@ def _grow(strategy: str, tmp: str) -> tuple[list[str], int]:
         if not was_refused(messages[-1]):
             return messages, 0
         assert not module.losses, hook
-    between = Lit()
-    new_trainer(tmp, strategy, 2).fit(between, loader(1, 2))
-    between.late = _new_head()
-    messages.append(refusal_of_fit(between, 1))
+    between_fits = Lit()
+    new_trainer(tmp, strategy, 2).fit(between_fits, loader(1, 2))
+    between_fits.late = _new_head()
+    messages.append(refusal_of_fit(between_fits, 1))
     frozen = Growing("on_fit_start", frozen=True)
     new_trainer(tmp, strategy, 2).fit(frozen, loader(2, 2))
     return messages, len(frozen.losses)
@@ -291,17 +291,17 @@ def _wrong_copies(strategy: str) -> list[str]:
     loop = Loop(strategy, oracle.sgd)
     shapes = {name: tuple(p.shape) for name, p in oracle.new_net().named_parameters()}
     originals = {"deepcopy of the user's module": loop.net, "deepcopy of what Fabric has returned": loop.model}
-    wrong = []
+    faults = []
     for call, original in originals.items():
         copied = result_or_refusal(ShardingError, partial(copy.deepcopy, original))
         if isinstance(copied, str):
             if not all(part in copied for part in (repr(strategy), "in __init__()", "fsdp_core.gathered(module)")):
-                wrong.append(f"{call} is refused without saying what to write: {copied}")
+                faults.append(f"{call} is refused without saying what to write: {copied}")
             continue
         user_module: nn.Module = getattr(copied, "_original_module", copied)
         if {name: tuple(p.shape) for name, p in user_module.named_parameters()} != shapes:
-            wrong.append(f"{call} holds a rank's shards")
-    return wrong
+            faults.append(f"{call} holds a rank's shards")
+    return faults
 
 
 def _load_own_state(strategy: str) -> list[str]:
@@ -315,21 +315,23 @@ def _load_own_state(strategy: str) -> list[str]:
     def states() -> dict[str, Any]:
         return {"weights": loop.state(), "moments": full_optimizer_state(used_strategy, loop.optimizer)}
 
-    before = states()
+    states_before_load = states()
     loads: dict[str, Callable[[], None]] = {
         "model": lambda: sharded.load_model_state(sharded.model_state()),
         "optimizer": lambda: sharded.load_optimizer_state(plain, sharded.optimizer_state(plain)),
     }
-    wrong = []
+    faults = []
     for name, load in loads.items():
         try:
             load()
         except CheckpointMismatchError:
             continue
         except Exception as error:
-            wrong.append(f"{name}: {type(error).__name__}")
-    after = states()
-    return wrong + [name for name in before if not _is_same(after[name], before[name])]
+            faults.append(f"{name}: {type(error).__name__}")
+    for name, state in states().items():
+        if not _is_same(state, states_before_load[name]):
+            faults.append(name)
+    return faults
 
 
 def _is_same(got: Any, want: Any) -> bool:

@@ -28,7 +28,7 @@ from fsdp_core.testing.launching.rank_context import rank_context
 from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, WIDE, Block, Trained
 from fsdp_core.testing.refusals import assert_says, refusal
-from fsdp_core.testing.state import assert_sharded, full_state, held_by, sharded_by, trained_by
+from fsdp_core.testing.state import assert_sharded, count_local_elements, full_state, sharded_by, trained_by
 from fsdp_core.testing.suite.base_class import Clauses, on_ranks, precisions, requires, with_options
 from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.training import Lit, accelerator, loader, means, new_fabric, new_trainer, whole_batches
@@ -40,18 +40,18 @@ def _elements_under_trainer(strategy: str, tmp: str, world_size: int) -> int:
     """The number of elements that this rank's optimizer trains."""
     run = new_trainer(tmp, strategy, world_size)
     run.fit(Lit("adamw_groups", width=WIDE), loader(1, world_size))
-    return held_by(trained_by(run.optimizers[0]))
+    return count_local_elements(trained_by(run.optimizers[0]))
 
 
 def _elements_under_fabric(strategy: str, world_size: int) -> int:
     loop = Loop(strategy, oracle.adamw_groups, oracle.new_net(width=WIDE), ranks=world_size)
-    return held_by(trained_by(loop.optimizer))
+    return count_local_elements(trained_by(loop.optimizer))
 
 
 def _elements_after_evaluation(strategy: str, tmp: str, options: dict[str, Any]) -> int:
     run = new_trainer(tmp, strategy, 2, options)
     run.validate(Lit("sgd", width=WIDE), loader(1, 2), verbose=False)
-    return held_by(sharded_by(run.strategy).root.parameters())
+    return count_local_elements(sharded_by(run.strategy).root.parameters())
 
 
 def _largest_tensor(strategy: str) -> int:
@@ -61,7 +61,7 @@ def _largest_tensor(strategy: str) -> int:
     largest: list[int] = []
     while len(largest) < 10:  # repeated, since gloo's thread may keep a broadcast tensor for a moment
         gc.collect()
-        largest.append(max(rank_context().memory(t) for t in gc.get_objects() if isinstance(t, Tensor)))
+        largest.append(max(rank_context().local_bytes(t) for t in gc.get_objects() if isinstance(t, Tensor)))
         time.sleep(0.05)
     del model, optimizer
     return min(largest)
@@ -121,7 +121,7 @@ def _train_shared(strategy: str) -> tuple[Trained, int]:
     with oracle.seeded(1):
         net = Shared()
     loop = Loop(strategy, oracle.momentum, net)
-    return loop.train(loop.whole_batches(3)), held_by(trained_by(loop.optimizer))
+    return loop.train(loop.whole_batches(3)), count_local_elements(trained_by(loop.optimizer))
 
 
 def _refuse_other_precision(strategy: str, tmp: str, precision: Any) -> str:
@@ -308,7 +308,7 @@ def _announce(strategy: str, tmp: str, front_end: FrontEnd) -> Announced:
     with _announcements(front_end) as lines:
         used_strategy = set_up(net)
         units = len(used_strategy.backend.units(Wide()))
-        elements = held_by(sharded_by(used_strategy).layout())
+        elements = count_local_elements(sharded_by(used_strategy).layout())
         if fabric is None:
             set_up(net)  # already sharded: nothing is logged again
     level = logger.level
@@ -361,9 +361,9 @@ def _make_plan(strategy: str, options: dict[str, Any]) -> Planned:
         names = {id(tensor): name for name, tensor in (*net.named_parameters(), *net.named_buffers())}
         return names, {name: set(vars(module)) for name, module in net.named_modules()}
 
-    before = contents()
+    contents_before_plan = contents()
     plan = backend.plan(net)
-    was_changed = contents() != before
+    was_changed = contents() != contents_before_plan
     fabric.setup_module(net)
     sharded = sharded_by(fabric.strategy)
     return Planned(on_meta.describe(), plan.describe(), was_changed, plan.local_nbytes, sharded.bytes_held())
@@ -454,8 +454,9 @@ class ShardsSuite(Clauses):
     @precisions("32-true", "bf16-true")
     def test_meta_init(self, ranks: Ranks, tmp_path: Path, precision: str) -> None:
         """A model on the meta device must be initialised in the precision's dtype, the same on every rank."""
-        (losses, dtype), other = ranks.run(2, _built_on_meta, self.strategy, str(tmp_path), precision)
-        assert losses == other[0]
+        outcomes = ranks.run(2, _built_on_meta, self.strategy, str(tmp_path), precision)
+        (losses, dtype), (losses_of_other_rank, _) = outcomes
+        assert losses == losses_of_other_rank
         assert all(torch.isfinite(torch.tensor(losses)))
         assert dtype is {"32-true": torch.float32, "bf16-true": torch.bfloat16}[precision]
 

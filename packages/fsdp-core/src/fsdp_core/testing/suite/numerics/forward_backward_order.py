@@ -179,12 +179,12 @@ def _new_skipping_net(call: int, period: int) -> SkippingNet:
         return SkippingNet(call, period)
 
 
-def _assert_same_updates(ranks: list[Trained], want: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> None:
+def _assert_same_updates(results: list[Trained], want: Mapping[str, Tensor], initial: Mapping[str, Tensor]) -> None:
     """Assert that parameters have changed as in plain torch, as far as half precision allows."""
-    for _, got in ranks:
-        for name, start in before.items():
-            expected = want[name] - start
-            update = got[name] - start
+    for _, got in results:
+        for name, initial_value in initial.items():
+            expected = want[name] - initial_value
+            update = got[name] - initial_value
             assert (update - expected).norm() <= _HALF * expected.norm(), f"{name}: the update is wrong"
 
 
@@ -210,9 +210,9 @@ class PassesSuite(Clauses):
     )
     def test_order_of_passes_in_mixed_precision(self, ranks: Ranks, precision: str, order: str) -> None:
         """The same must hold in mixed precision, where each unshard creates a new low-precision tensor."""
-        before = oracle.new_net().state_dict()
+        initial = oracle.new_net().state_dict()
         _, want = _train(None, order)
-        _assert_same_updates(ranks.run(2, _train, self.strategy, order, precision), want, before)
+        _assert_same_updates(ranks.run(2, _train, self.strategy, order, precision), want, initial)
 
     @requires(Capability.GRADIENT_ACCUMULATION)
     @precisions("bf16-mixed")

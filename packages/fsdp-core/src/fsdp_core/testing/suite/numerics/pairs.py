@@ -7,6 +7,7 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -57,8 +58,9 @@ class PairsSuite(Clauses):
         drawn_pairs: How many configurations are drawn.
         own_dimensions: Dimensions of this strategy alone.
         not_in_pairs: By ``"dimension=label"``, the reason why a value is not drawn: the strategy trains wrongly with
-        it. own_rules: Combinations of labels that make no sense under this strategy, and are not drawn. refused_pairs:
-        Combinations of labels that the strategy refuses with :class:`UnsupportedCapabilityError`.
+            it.
+        own_rules: Combinations of labels that make no sense under this strategy, and are not drawn.
+        refused_pairs: Combinations of labels that the strategy refuses with :class:`UnsupportedCapabilityError`.
     """
 
     meshes: ClassVar[Mapping[str, DeclaredMesh]] = LINES
@@ -71,7 +73,7 @@ class PairsSuite(Clauses):
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Divide the drawn configurations among tests, which can run side by side."""
         if "part_of_draw" in metafunc.fixturenames:
-            parts = max(1, -(-self.count() // _CONFIGURATIONS_PER_TEST)) if ONLY not in os.environ else 1
+            parts = 1 if ONLY in os.environ else max(1, ceil(self.count() / _CONFIGURATIONS_PER_TEST))
             ids = [f"{part + 1} of {parts}" for part in range(parts)]
             metafunc.parametrize("part_of_draw", [(part, parts) for part in range(parts)], ids=ids)
 
@@ -230,6 +232,6 @@ def _describe(suite: type[PairsSuite], drawn: _Drawn) -> str:
     arguments = ", ".join(f"{name}={label!r}" for name, label in labels.items())
     command = f"{ONLY}={shlex.quote(json.dumps(labels))} python -m pytest -k 'test_pairs_of_options'"
     lines = "\n".join(f"    {line}" for difference in drawn.messages[:12] for line in difference.splitlines())
-    more = f"\n    and {len(drawn.messages) - 12} more" * (len(drawn.messages) > 12)
+    more = f"\n    and {len(drawn.messages) - 12} more" if len(drawn.messages) > 12 else ""
     call = f"assert_equals_plain(ranks, tmp_path, {suite.__name__}, {arguments})"
     return f"{call}\n{lines}{more}\n    to repeat it: {command}"

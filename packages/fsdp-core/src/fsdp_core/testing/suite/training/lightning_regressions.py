@@ -22,7 +22,14 @@ from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.measuring.collectives import count_collectives
 from fsdp_core.testing.oracle import BATCH, FEATURES, FP32_TOLERANCE, WIDE, Block, Trained
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
-from fsdp_core.testing.state import assert_sharded, full_state, held_by, poison_gradient, sharded_by, trained_by
+from fsdp_core.testing.state import (
+    assert_sharded,
+    count_local_elements,
+    full_state,
+    poison_gradient,
+    sharded_by,
+    trained_by,
+)
 from fsdp_core.testing.suite.base_class import Clauses, on_ranks, requires, with_options
 from fsdp_core.testing.suite.numerics.parity import assert_state_close
 from fsdp_core.testing.training import Lit, fabric_fit, fit, loader, means, new_trainer
@@ -83,7 +90,7 @@ def every_stage(strategy: str, tmp: str, options: dict[str, Any]) -> dict[str, A
     return {
         "losses": means(module.losses),
         "policy": new_policy is policy is options.get("auto_wrap_policy", "auto"),
-        "elements": held_by(sharded_by(used_strategy).root.parameters()),
+        "elements": count_local_elements(sharded_by(used_strategy).root.parameters()),
         "predictions": torch.cat(predictions),
         "rows": 2 * BATCH // rank_context().shares(2),
     }

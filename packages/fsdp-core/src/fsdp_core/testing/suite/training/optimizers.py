@@ -19,7 +19,7 @@ from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.oracle import FP32_TOLERANCE, WIDE, Trained
 from fsdp_core.testing.refusals import assert_says, refusal, result_or_refusal, was_refused
-from fsdp_core.testing.state import assert_sharded, full_state, held_by, sharded_by, trained_by
+from fsdp_core.testing.state import assert_sharded, count_local_elements, full_state, sharded_by, trained_by
 from fsdp_core.testing.suite.base_class import Clauses, on_ranks
 from fsdp_core.testing.suite.numerics.parity import assert_state_close
 from fsdp_core.testing.training import Lit, fit_module, loader, means, new_fabric, new_trainer, whole_batches
@@ -165,7 +165,7 @@ def built_before_sharding(strategy: str, joint: bool) -> tuple[Trained, int]:
         optimizer = fabric.setup_optimizers(optimizer)
     sharded_ids = {id(p) for p in sharded_by(fabric.strategy).layout()}
     assert all(id(p) in sharded_ids for p in trained_by(optimizer))
-    elements = held_by(trained_by(optimizer))
+    elements = count_local_elements(trained_by(optimizer))
     return _two_steps(fabric, model, optimizer), elements
 
 
