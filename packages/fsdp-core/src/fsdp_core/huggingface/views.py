@@ -112,6 +112,8 @@ def views_of(
         >>> split = lambda state: {f"expert.{i}": part for i, part in enumerate(state["experts"])}
         >>> views_of({"experts": ((2, 3), torch.float32)}, split, "a model")["expert.1"]
         View(source='experts', offsets=(1, 0), lengths=(1, 3), dims=(1,))
+        >>> views_of({"unused": ((0, 4), torch.float32)}, lambda state: state, "a model")["unused"].lengths
+        (0, 4)
     """
     consecutive = _ConsecutiveTensors(tensors)
     with torch.no_grad(), _WithoutCopies():
@@ -168,10 +170,12 @@ def _as_box(source: str, shape: tuple[int, ...], tensor: Tensor, first_element: 
         tensor: The tensor, of which the shape and the strides are used.
         first_element: The index of its first element in the source.
     """
+    if 0 in shape or 0 in tensor.shape:
+        return full_view(source, shape) if tuple(tensor.shape) == shape else None
     strides = row_major_strides(shape)
     offsets = []
     for size, stride in zip(shape, strides, strict=True):
-        offset = first_element // stride if stride and size > 1 else 0  # a stride is 0 if a later dimension is empty
+        offset = first_element // stride if size > 1 else 0
         offsets.append(offset)
         first_element -= offset * stride
     if first_element:
@@ -189,8 +193,6 @@ def _as_box(source: str, shape: tuple[int, ...], tensor: Tensor, first_element: 
         unused_dims.remove(dim)
         lengths[dim] = size
         dims.append(dim)
-    if 0 in shape or 0 in tensor.shape:
-        return full_view(source, shape) if tuple(tensor.shape) == shape else None
     return View(source=source, offsets=tuple(offsets), lengths=tuple(lengths), dims=tuple(dims))
 
 
