@@ -1,4 +1,6 @@
-"""Runs on fake devices, all in one process, and prints as JSON what came of each: for ``test_any_accelerator.py``.
+"""Runs on fake devices, and prints as JSON what came of each: for ``test_any_accelerator.py``.
+
+All are in one process, but for ``step_and_end``, which runs where that is the argument.
 
 A process has one accelerator, and the other tests of this folder have none.
 """
@@ -6,6 +8,7 @@ A process has one accelerator, and the other tests of this folder have none.
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
+import fsdp_core
 import fsdp_fake_device
 import fsdp_fsdp2
 import fsdp_fsdp2.fabric
@@ -192,8 +196,28 @@ def move_checkpoints() -> dict[str, Any]:
     return moved
 
 
+def step_and_end() -> None:
+    """Take steps on two ranks, whose scripts end with that; rank 0 prints whether it has its last loss, and weights."""
+    fabric = L.Fabric(strategy="fsdp_native", accelerator="fake", devices=2)
+    fabric.launch()
+    model = nn.Linear(64, 64)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(3):
+        loss = model(torch.ones(4, 64, device=fabric.device)).square().mean()
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = fsdp_core.full_state_dict(model)
+    if fabric.is_global_zero:
+        values = [loss, *weights.values()]
+        print("ANSWERS", json.dumps({"finite": [bool(value.isfinite().all()) for value in values]}))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if sys.argv[1:] == ["step_and_end"]:
+        step_and_end()
+        sys.exit()
     answers = {
         "lacking": without_parts(),  # first: a process group that is there is used
         "found": find_devices(),

@@ -15,11 +15,16 @@ import pytest
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What came of the runs of ``accelerator_runs.py``, in a process with two fake devices."""
+    return run_script(tmp_path_factory.mktemp("runs"))
+
+
+def run_script(directory: Path, *arguments: str, **variables: str) -> dict[str, Any]:
+    """Run ``accelerator_runs.py`` with two fake devices. Returns what it prints."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}  # of tests before
     run = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("accelerator_runs.py"))],
-        cwd=tmp_path_factory.mktemp("runs"),
-        env={**kept, "FSDP_FAKE_DEVICES": "2"},
+        [sys.executable, str(Path(__file__).with_name("accelerator_runs.py")), *arguments],
+        cwd=directory,
+        env={**kept, "FSDP_FAKE_DEVICES": "2", **variables},
         capture_output=True,
         text=True,
         timeout=300,
@@ -90,6 +95,11 @@ def test_a_step_waits_for_the_device_no_more_than_one_by_hand(answers: dict[str,
 def test_a_checkpoint_moves_between_devices(answers: dict[str, Any]) -> None:
     # weight and bias, and of each two moments and the number of steps
     assert answers["moved"] == {"fake to cpu": [["cpu"], 8, True], "cpu to fake": [["fake"], 8, True]}
+
+
+def test_a_rank_whose_script_ends_does_first_what_others_wait_for(tmp_path: Path) -> None:
+    held_back = {"FSDP_FAKE_DEVICE_DELAY": "1000", "FSDP_FAKE_DEVICE_HELD": "all"}
+    assert run_script(tmp_path, "step_and_end", **held_back) == {"finite": [True, True, True]}
 
 
 def test_the_doctor_tries_a_device() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,8 @@ ReduceOp = Literal["mean", "sum", "max", "min"]
 
 #: Long enough for gloo's threads to release the tensors of finished work, even on a loaded machine.
 _SECONDS_FOR_THREADS = 0.1
+#: How long a rank whose script has ended waits for its device. After Ctrl-C, a collective may never have its peers.
+_SECONDS_FOR_QUEUE = 60.0
 _last_group_destroyed = float("-inf")
 
 
@@ -435,9 +438,24 @@ class ProcessGroupRuntime(Runtime):
 
     def stop(self) -> None:
         if self._owns_group and dist.is_initialized():
+            if not hasattr(sys, "last_value"):  # it ends by no exception, after which collectives may have no peers
+                self._finish_queued()
             _destroy(None)
         self._owns_group = False
         self._along.clear()
+
+    def _finish_queued(self) -> None:
+        """Wait, not for ever, until the device has done what this rank has queued: other ranks may wait for its part.
+
+        A script that ends after its last step may be several steps ahead of the device.
+        """
+        if not devices.is_accelerator(self.device):
+            return
+        end = time.monotonic() + _SECONDS_FOR_QUEUE
+        with suppress(RuntimeError):  # a collective has failed: another rank has ended before
+            event = devices.record_event(self.device)
+            while not event.query() and time.monotonic() < end:
+                time.sleep(0.001)
 
     @property
     def _alone(self) -> bool:

@@ -105,8 +105,12 @@ def _refuse_missing(accelerator: str) -> None:
     if accelerator in PACKAGES and accelerator != devices.accelerator_kind():
         kind = devices.accelerator_kind()
         known = "no accelerator" if kind is None else f"{kind} alone"
+        is_autoload_off = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1"
+        unset = (
+            ", and leave TORCH_DEVICE_BACKEND_AUTOLOAD out, without which torch imports it" if is_autoload_off else ""
+        )
         raise StrategyUnavailableError(
             f"accelerator={accelerator!r}: torch {torch.__version__} knows {known} in this process.\n"
             f"Install {PACKAGES[accelerator]}, which registers this kind of device with torch when it is imported and "
-            f"finds a device; or {_ALTERNATIVE.get(accelerator, '')}write accelerator='cpu'."
+            f"finds a device{unset}; or {_ALTERNATIVE.get(accelerator, '')}write accelerator='cpu'."
         )
