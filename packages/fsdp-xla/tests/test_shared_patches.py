@@ -17,12 +17,12 @@ def test_the_last_thread_takes_them_off() -> None:
     made: list[BatchSampler] = []
 
     def first() -> None:
-        with patches.of(DataLoader, "dataset"), patches.of(BatchSampler):
+        with patches.patched(DataLoader, "dataset"), patches.patched(BatchSampler):
             both_in.wait(10)
         first_out.set()
 
     def second() -> None:
-        with patches.of(DataLoader, "dataset"), patches.of(BatchSampler):
+        with patches.patched(DataLoader, "dataset"), patches.patched(BatchSampler):
             both_in.wait(10)
             assert first_out.wait(10)
             made.append(BatchSampler(SequentialSampler(range(4)), 2, drop_last=False))
