@@ -29,6 +29,10 @@ __all__ = ["ShardedOptimizers"]
 _last_params: WeakKeyDictionary[Optimizer, list[ref[Tensor]]] = WeakKeyDictionary()
 
 
+#: A model, and those of its parameters that an optimizer holds, by the user's names.
+_ComparedParams = tuple["ref[Sharded]", list[tuple[str, "ref[Tensor]"]]]
+
+
 class ShardedOptimizers:
     """Makes optimizers hold shards.
 
@@ -43,6 +47,7 @@ class ShardedOptimizers:
         self._strategy = strategy
         self.unreduced: WeakSet[Sharded] = WeakSet()
         self._steps_compared: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._compared_params: WeakKeyDictionary[Optimizer, list[_ComparedParams]] = WeakKeyDictionary()
 
     def take(self, optimizers: Sequence[Optimizer], roots: Sequence[Sharded]) -> None:
         """Compare new optimizers over all ranks, and make them hold shards. All ranks must call it."""
@@ -77,14 +82,24 @@ class ShardedOptimizers:
         is_due = step & (step - 1) == 0 or step % 1024 == 0
         if not is_due or runtime.world_size == 1:
             return
+        when = f"before step {step} of {type(optimizer).__name__}"
+        if step > 1 and runtime.mesh.tensor_parallel == 1:
+            for root_ref, params_by_name in self._compared_params.get(optimizer, []):
+                compared_root = root_ref()
+                named_params = [(name, p) for name, param_ref in params_by_name if (p := param_ref()) is not None]
+                if compared_root is not None:
+                    check_same_replicas(runtime, compared_root, named_params, when)
+            return
+        compared_params: list[_ComparedParams] = []
         for root in roots:
-            layout = root.layout()
+            layout = root.layout()  # which frees what a step has gathered, so not before each step that is compared
             sharded_params = [p for p in _parameters_of(optimizer) if p in layout]
-            if not sharded_params:
-                continue
-            check_same_replicas(runtime, root, sharded_params, f"before step {step} of {type(optimizer).__name__}")
-            if step == 1 or runtime.mesh.tensor_parallel > 1:
+            if sharded_params:
+                named_params = [(layout[p][0].name, p) for p in sharded_params]  # type: ignore[index]
+                compared_params.append((ref(root), [(name, ref(p)) for name, p in named_params]))
+                check_same_replicas(runtime, root, named_params, when)
                 root.check_gradients(sharded_params)
+        self._compared_params[optimizer] = compared_params
 
     def _rebind(self, optimizers: Sequence[Optimizer], roots: Sequence[Sharded]) -> None:
         """Make optimizers hold shards, and refuse parameters that were added after sharding."""

@@ -27,7 +27,7 @@ __all__ = ["check_same_replicas"]
 _ROUNDING = 1e-6
 
 
-def check_same_replicas(runtime: Runtime, sharded: Sharded, parameters: Iterable[Tensor], when: str) -> None:
+def check_same_replicas(runtime: Runtime, sharded: Sharded, named: Iterable[tuple[str, Tensor]], when: str) -> None:
     """Raise on every rank if replicas of any of these parameters differ. All ranks must call it.
 
     Sums of the values and of their squares are compared: two small collectives for each group of replicas. Ranks that
@@ -37,7 +37,7 @@ def check_same_replicas(runtime: Runtime, sharded: Sharded, parameters: Iterable
     Args:
         runtime: The ranks.
         sharded: The model.
-        parameters: Parameters of an optimizer, of the model's layout.
+        named: Parameters of an optimizer, which belong to the model, by the user's names.
         when: When they are compared, in words, for the message.
 
     Raises:
@@ -45,12 +45,10 @@ def check_same_replicas(runtime: Runtime, sharded: Sharded, parameters: Iterable
     """
     if not isinstance(runtime, ProcessGroupRuntime) or runtime.world_size == 1:
         return
-    layout = sharded.layout()
     by_group: dict[Any, list[tuple[str, Tensor]]] = {}
-    for parameter in parameters:
+    for name, parameter in named:
         if not has_addresses(parameter):
             continue
-        name = layout[parameter][0].name  # type: ignore[index]
         for group in _groups_of(sharded, parameter):
             own_values = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             by_group.setdefault(group, []).append((name, own_values))
