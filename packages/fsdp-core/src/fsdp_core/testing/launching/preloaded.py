@@ -5,7 +5,6 @@ Modules that can't be imported are left to the ranks that need them, which raise
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gc
 import importlib
@@ -36,10 +35,6 @@ THREADS = sorted(
     for task in Path("/proc/self/task").glob("[0-9]*")
     if task.name != str(os.getpid())
 )
-
-# When the last rank and the tests have ended, nothing is left to do; to free all modules takes most of a second.
-# Ranks do not come here: multiprocessing ends them without what is registered.
-atexit.register(os._exit, 0)
 
 # Ranks need not collect what modules hold: with torch and Lightning that takes 0.2 s per collection.
 gc.collect()
