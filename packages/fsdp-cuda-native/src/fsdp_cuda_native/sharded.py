@@ -52,7 +52,7 @@ class NativeSharded(Sharded):
         root: FSDP1's wrapper of the user's module.
         module: The user's module.
         orders: The original order of parameters in its modules.
-        whole: The parameters that no unit has flattened, in any order.
+        replicated: The parameters that no unit has flattened, in any order.
         runtime: The ranks over which their gradients are averaged.
     """
 
@@ -96,7 +96,7 @@ class NativeSharded(Sharded):
         if root in self._units:
             root.register_forward_pre_hook(partial(_gather_anew, weakref.ref(self)), prepend=True)
         self.reshard()
-        in_order = [p for p in module.parameters() if any(p is w for w in replicated)]
+        in_order = [p for p in module.parameters() if any(p is each for each in replicated)]
         self._replicated = ReplicatedParameters(in_order, root, runtime, self.asks_accumulates) if in_order else None
         module.register_forward_hook(_leave_gradients)
         module.register_forward_hook(_forget_after_backward)

@@ -119,9 +119,9 @@ class XLASPMDSharded(Sharded):
             return
         for name, host_shards in shards.items():
             module_tensors[name].data = host_shards.tensor()
-        full_names = {clean_name(name): name for name in type(root).state_dict(root)}
+        own_names = {clean_name(name): name for name in type(root).state_dict(root)}  # not an instance's override
         remaining_state = {
-            full_names[name]: targets.get(name, _read_full(value))
+            own_names[name]: targets[name] if name in targets else _read_full(value)
             for name, value in state.items()
             if name in live_state and name not in shards
         }
