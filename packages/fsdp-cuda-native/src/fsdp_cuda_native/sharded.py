@@ -74,12 +74,12 @@ class NativeSharded(Sharded):
         self._steps = StepGradients(root)
         names = {part: clean_name(name) for name, part in module.named_modules()}
         self._writes = [torch_private.GatheredWrites(unit, names, self.written_values) for unit in self._units]
-        # set while a forward pass that was suspended is still running
+        # set while the root's forward pass runs, after a backward pass or a step was taken inside of it
         self._pending: list[torch_private.Pending] | None = None
         self._is_by_hand = self._is_suspended = False
         self._forget_loss: Callable[[], None] | None = None
         self._times_written = 0
-        self._root_unit = [unit for unit in self._units if unit is root]
+        self._root_unit = [unit for unit in self._units if unit is root]  # empty if the root has no own parameters
         self._passes = NestedPasses(root, lambda: root in running_forwards, self._begin_inside)
         for unit in self._units:
             unit.register_forward_hook(partial(_follow_gathered, self))
@@ -145,6 +145,7 @@ class NativeSharded(Sharded):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
+        # offloaded shards have no place for unreduced gradients, which are whole
         if self.backend.options.sync_each_batch or self.backend.offloads_from_device:
             yield
             return
@@ -161,7 +162,7 @@ class NativeSharded(Sharded):
     def reshard(self) -> None:
         for unit in self._units:
             torch_private.reshard(unit)
-            if self._pending is None:
+            if self._pending is None:  # else a backward pass inside the forward pass needs them
                 torch_private.forget_views(unit)
 
     def suspend_forward(self, loss: Tensor | None = None) -> None:
@@ -218,7 +219,7 @@ class NativeSharded(Sharded):
 
     def follow_written_shards(self) -> None:
         if self._times_shards_written() != self._times_written:
-            if not self.backend.options.use_orig_params:  # the root's flat parameter is what is gathered
+            if not self.backend.options.use_orig_params:  # users write to the root's flat parameter while gathered
                 self._keep_root()
             self.resume_forward()
 
@@ -228,7 +229,7 @@ class NativeSharded(Sharded):
                 writes.keep(is_counted=True)
 
     def _times_shards_written(self) -> int:
-        """How often shards were written to of the units that stay gathered between two calls in a step."""
+        """How often the shards were written to of those units that stay gathered between two calls in a step."""
         stay = self._units if self.backend.options.strategy in torch_private.STAY_GATHERED else self._root_unit
         return sum(map(torch_private.times_shards_written, stay))
 
@@ -305,7 +306,7 @@ class NativeSharded(Sharded):
                 torch_private.reshard(unit, keeps=True)
 
     def mend_inside(self) -> None:
-        is_by_hand = self._is_by_hand
+        is_by_hand = self._is_by_hand  # which the default resets, while the manual step goes on
         super().mend_inside()
         self._is_by_hand = is_by_hand
 
@@ -408,7 +409,7 @@ def _begin_at(of: weakref.ref[NestedPasses], unit: FullyShardedDataParallel, ten
 
 
 def _suspend_again(of: weakref.ref[NativeSharded], _: Tensor) -> None:
-    """Suspend the forward pass again where a hook of the loss has run backward passes, after which it has gone on."""
+    """Suspend the forward pass again, if a hook of the loss has run backward passes: each has resumed it at its end."""
     sharded = of()
     if sharded is not None:
         sharded._passes.begin_at_loss()
@@ -419,12 +420,14 @@ def _suspend_again(of: weakref.ref[NativeSharded], _: Tensor) -> None:
 
 
 def _leave_gradients(module: nn.Module, args: Any, output: Any) -> None:
+    """Keep FSDP1 from restoring gradients that ``zero_grad()`` has cleared in the forward pass."""
     sharded = sharded_of(module)
     if isinstance(sharded, NativeSharded) and sharded._pending is not None:
         torch_private.leave_gradients(sharded.root)
 
 
 def _forget_pending(root: nn.Module, args: Any, output: Any) -> None:
+    """Let units wait no longer at the end of a forward pass that no backward pass follows."""
     sharded = sharded_of(root)
     if (
         isinstance(sharded, NativeSharded)
@@ -435,7 +438,7 @@ def _forget_pending(root: nn.Module, args: Any, output: Any) -> None:
 
 
 def _forget_after_backward(module: nn.Module, args: Any, output: Any) -> None:
-    """Let what waits for a backward pass inside the forward pass wait for that of the forward pass too."""
+    """Let pending units wait until the backward pass of the whole forward pass has ended too."""
     sharded = sharded_of(module)
     if isinstance(sharded, NativeSharded) and sharded._pending is not None and not sharded._is_by_hand:
         torch_private.at_end_of_backward(sharded.root, output, sharded._forget_pending)

@@ -72,7 +72,8 @@ class TrainerCheckpoints:
         if strategy.state_dict_type == "full":
             with strategy.step_methods.gradient_guard.paused():
                 return gather_state(sharded)
-        refuse_values_of_parts(True)  # in hooks, until the checkpoint is saved or a step begins
+        # hooks can't compute with values of shards, until the checkpoint is saved or a step begins
+        refuse_values_of_parts(True)
         with strategy.step_methods.gradient_guard.paused():
             return sharded.model_state()
 
@@ -99,7 +100,7 @@ class TrainerCheckpoints:
     def _other_dtypes(self, saved: Mapping[str, Any]) -> list[tuple[str, torch.dtype, torch.dtype]]:
         """The tensors that a load would cast: each one's name, its dtype in the checkpoint, and the module's dtype.
 
-        None, if names differ or a dtype is not floating-point: then the load itself raises.
+        Empty if names differ or a dtype is not floating-point: then the load itself raises.
         """
         live = self._strategy.sharded.model_state()
         if live.keys() != saved.keys():
@@ -200,7 +201,7 @@ class TrainerCheckpoints:
         strategy.features.saves.before_save(target.path)
         with strategy.step_methods.gradient_guard.paused():
             self._write(target, checkpoint, storage_options)
-        if target.is_reported:
+        if target.is_reported:  # to Ray Train, which takes the folder as soon as this returns
             strategy.wait_for_saves()
 
     def _write(self, target: SaveTarget, checkpoint: dict[str, Any], storage_options: Any) -> None:
@@ -283,6 +284,7 @@ class TrainerCheckpoints:
             io = io_for(strategy, path)
             if io is not None:
                 io.remove_checkpoint(path)
+            # of a scattered save, first of each host's ranks; then whoever still sees it
             elif strategy.local_rank == 0 or not strategy.scattered_save or holds_ours(path):
                 checkpoints.remove(path)
 

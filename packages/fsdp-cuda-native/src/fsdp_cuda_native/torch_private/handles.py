@@ -7,9 +7,9 @@ With many small parameters that takes as long as everything else that a unit's c
   ``FSDP_USE_UNSAFE_SETATTR=1``, also bypasses modules that override these methods, and leaves a second reference to the
   parameter.
 - Before it gathers, FSDP1 looks whether a parameter or a gradient was replaced by one with other memory.
-- When it frees a unit, it makes views of the shard and lets parameters be these; and when it gathers one for a backward
-  pass, it makes views of what is gathered, for those of the forward pass. Both have the same memory as before, almost
-  always.
+- When it frees a unit, it makes views of the shard and lets parameters be these; and when it gathers a unit for a
+  backward pass, it makes views of the gathered parameter to replace those of the forward pass. The old and the new
+  views almost always have the same memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SETATTR, _DELATTR, _REGISTER = nn.Module.__setattr__, nn.Module.__delattr__, nn
 
 
 def speed_up(handle: Any) -> None:
-    """Let a handle do this in less time, and otherwise what torch's does.
+    """Make a handle use the faster methods of this module, and torch's for everything else.
 
     Args:
         handle: The handle of a flat parameter. One that was told to use torch's unsafe way goes on with that.
@@ -57,15 +57,15 @@ def speed_up(handle: Any) -> None:
 
 _UNIT, _COPIED = "_fsdp_cuda_native_unit", "_fsdp_cuda_native_copied"
 
-#: How many writes to pieces the streams have waited for on which units are gathered.
+#: The :func:`count_piece_writes` that the streams of FSDP1's gathers have waited for; a list, so that it can be set.
 _ordered_writes = [0]
 
 
 def order_gathers(handle: Any, unit: nn.Module) -> None:
     """Let FSDP1's streams on an accelerator wait for what a step has written to pieces and to their gradients.
 
-    FSDP1's streams wait for the current one when the root's forward pass begins, and not again: they would read what a
-    step writes after that too early. The CPU has no streams.
+    FSDP1's streams wait for the current one when the root's forward pass begins, and not again: they would
+    read too early what a step writes after that. The CPU has no streams.
 
     Args:
         handle: The handle of the unit's flat parameter.
@@ -91,7 +91,7 @@ def _convert(unit: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) ->
 
 @outside_of_compilation
 def _wait_for_copies(handle_ref: weakref.ref[Any], *_: Any) -> None:
-    """Let the host wait until a shard in its memory is copied: what it writes to the shard next would be copied."""
+    """Let the host wait until a shard in its memory is copied: else the copy could hold what it writes next."""
     copied = vars(handle_ref()).pop(_COPIED, None)
     if copied is not None:
         copied.synchronize()
@@ -166,7 +166,7 @@ class _Handle(FlatParamHandle):
                 flat._saved_grad_shard = grad.to(self.device, flat._local_shard.dtype, non_blocking=True)
         else:
             super().prepare_gradient_for_backward()  # type: ignore[no-untyped-call]
-            flat.grad = grad.to(self.device, non_blocking=True)
+            flat.grad = grad.to(self.device, non_blocking=True)  # to which this pass adds in place
 
     @outside_of_compilation
     def _reset_flat_param_grad_info_if_needed(self) -> None:
@@ -176,7 +176,8 @@ class _Handle(FlatParamHandle):
             super()._reset_flat_param_grad_info_if_needed()  # type: ignore[no-untyped-call]
 
     def _deregister_orig_params(self) -> None:
-        # for module.to() and the like; torch then shows gradients again, also those that were cleared since the step
+        # Called by module.to() and the like. Registering parameters again, torch would also show gradients that were
+        # cleared since the step: they are dropped first.
         self._reset_flat_param_grad_info_if_needed()
         flat: Any = self.flat_param
         name, module, _ = flat._param_infos[0]
@@ -188,7 +189,7 @@ class _Handle(FlatParamHandle):
     def _is_in_place(self) -> bool:
         """Whether parameters and gradients certainly are where FSDP1 has put them.
 
-        Whatever is unusual is left to FSDP1, and what it makes of it.
+        False for anything unusual: FSDP1 then compares each of them.
         """
         if (
             self._skipped_use_sharded_views
@@ -282,7 +283,7 @@ class _HandleOfFlat(_Handle):
 
     @outside_of_compilation
     def pre_unshard(self) -> bool:
-        # outside of calls too, as for summon_full_params(): the flat parameter may be guarded, and is gathered from
+        # FSDP1 reads the flat parameter here, which may be guarded: outside of calls too, for summon_full_params()
         unguard_parameters([self.flat_param])
         return bool(super().pre_unshard())
 
