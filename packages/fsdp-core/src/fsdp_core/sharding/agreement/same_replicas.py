@@ -54,7 +54,8 @@ def check_same_replicas(runtime: Runtime, sharded: Sharded, named: Iterable[tupl
             by_group.setdefault(group, []).append((name, own_values))
     different_names: list[str] = []
     for group, named_values in by_group.items():
-        sums = torch.stack([_sums(values) for _, values in named_values])
+        # offloaded parameters are on the host, for which a group of replicas may have no backend
+        sums = torch.stack([_sums(values, runtime.device) for _, values in named_values])
         reduce = _reduction_over(runtime, group)
         spread = reduce(sums.clone(), "max") - reduce(sums.clone(), "min")
         sizes = torch.tensor([max(values.numel(), 1) for _, values in named_values]).to(sums)
@@ -96,9 +97,9 @@ def _reduction_over(runtime: Runtime, group: Any) -> Callable[[Tensor, str], Ten
     return lambda tensor, op: runtime.all_reduce(tensor, op, group)
 
 
-def _sums(values: Tensor) -> Tensor:
-    """The sum of values, and that of their squares."""
+def _sums(values: Tensor, device: torch.device) -> Tensor:
+    """The sum of values, and that of their squares, on a device."""
     with without_torch_function(), torch.no_grad():
         flat = torch.view_as_real(values.detach()) if values.is_complex() else values.detach()
-        flat = flat.reshape(-1).to(torch.float64 if has_float64(flat.device.type) else torch.float32).nan_to_num()
-        return torch.stack([flat.sum(), flat.square().sum()])
+        flat = flat.reshape(-1).to(torch.float64 if has_float64(device.type) else torch.float32).nan_to_num()
+        return torch.stack([flat.sum(), flat.square().sum()]).to(device)
