@@ -101,6 +101,8 @@ class Runtime(ABC):
         local_rank: This rank's index on its host, from 0.
         world_size: The number of ranks.
         patience: How long :meth:`rendezvous` waits for the other ranks.
+        is_rehearsed: Whether the other ranks are imagined, and tensors have no values: what compares values of ranks
+            has nothing to compare. See :mod:`fsdp_core.rehearsal`.
     """
 
     device: torch.device = torch.device("cpu")
@@ -108,6 +110,7 @@ class Runtime(ABC):
     local_rank: int = 0
     world_size: int = 1
     patience: timedelta = timedelta(minutes=5)
+    is_rehearsed: bool = False
     _mesh: Mesh | None = None
 
     @property

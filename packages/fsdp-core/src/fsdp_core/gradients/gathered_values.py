@@ -17,6 +17,7 @@ from fsdp_core.runtime import Runtime
 from fsdp_core.torch_private.dtensors import checks_class_of_views
 from fsdp_core.torch_private.dynamo import let_compiled_graphs_take
 from fsdp_core.torch_private.tensors import (
+    give_class,
     times_written,
     tree_flatten,
     tree_map,
@@ -203,7 +204,7 @@ class GatheredValue:
             if isinstance(tensor, DTensor):
                 instance.__class__ = GatheredDTensor
             else:
-                instance.__class__ = GatheredParameter if isinstance(tensor, nn.Parameter) else GatheredTensor
+                give_class(tensor, GatheredParameter if isinstance(tensor, nn.Parameter) else GatheredTensor)
         instance._fsdp_value = self
         self.times = times_written(tensor) if times is None else times
         self.is_noted = self.has_changed = False
@@ -439,7 +440,7 @@ class _OutsideUnit:
     @property
     def data(self) -> Tensor:
         data: Any = super().data  # type: ignore[misc]
-        data.__class__ = _outside_unit_class(Tensor)
+        give_class(data, _outside_unit_class(Tensor))
         data._fsdp_value = self._fsdp_value
         tensor: Tensor = data
         return tensor

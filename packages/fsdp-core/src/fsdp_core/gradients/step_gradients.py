@@ -33,7 +33,7 @@ from fsdp_core.gradients.piece_places import (
     shard_of,
 )
 from fsdp_core.torch_private.random_numbers import DRAWING_FUNCTIONS, draw_for_shard, send_to_replicas
-from fsdp_core.torch_private.tensors import times_written, without_torch_function
+from fsdp_core.torch_private.tensors import give_class, times_written, without_torch_function
 
 __all__ = [
     "PIECE_CLASSES",
@@ -147,7 +147,7 @@ class StepGradients:
         if isinstance(gathered, DTensor):  # tensor parallelism has divided it
             instance.__class__ = _ShowingDTensor
         else:
-            instance.__class__ = _ShowingParameter if isinstance(gathered, nn.Parameter) else _ShowingTensor
+            give_class(gathered, _ShowingParameter if isinstance(gathered, nn.Parameter) else _ShowingTensor)
         instance._fsdp_shows = _ShownGradient(self, shard, is_part)
 
 

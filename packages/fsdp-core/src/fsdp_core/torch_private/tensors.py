@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -18,7 +20,9 @@ __all__ = [
     "TorchDispatchMode",
     "foreach_mul_",
     "foreach_norm",
+    "give_class",
     "hooks_on",
+    "is_fake",
     "skipped_initialiser",
     "storage_address",
     "times_written",
@@ -51,6 +55,27 @@ def foreach_norm(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
 def hooks_on(parameter: Tensor) -> bool:
     """Whether gradient hooks are registered on a parameter. There is no public way to check."""
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def give_class(tensor: Tensor, tensor_class: type[Tensor]) -> None:
+    """Change the class of a tensor; a fake one, which has no memory, stays fake.
+
+    Args:
+        tensor: A plain tensor, or one whose class was changed so before.
+        tensor_class: A class whose tensors have no more memory than plain ones.
+    """
+    instance: Any = tensor
+    instance.__class__ = _fake_class(tensor_class) if is_fake(tensor) else tensor_class
+
+
+@functools.cache
+def _fake_class(tensor_class: type[Tensor]) -> type[Tensor]:
+    return type(tensor_class.__name__, (tensor_class, FakeTensor), {})
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor is one of a rehearsal: it has a shape and a device, and no values."""
+    return isinstance(tensor, FakeTensor)
 
 
 #: The identity of a storage, and a tensor's offset in it.

@@ -80,7 +80,7 @@ class ShardedOptimizers:
         optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper around the user's
         step = self._steps_compared[optimizer] = self._steps_compared.get(optimizer, 0) + 1
         is_due = step & (step - 1) == 0 or step % 1024 == 0
-        if not is_due or runtime.world_size == 1:
+        if not is_due or runtime.world_size == 1 or runtime.is_rehearsed:
             return
         when = f"before step {step} of {type(optimizer).__name__}"
         if step > 1 and runtime.mesh.tensor_parallel == 1:

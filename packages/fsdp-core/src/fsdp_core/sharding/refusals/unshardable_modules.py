@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from fsdp_core.devices import has_addresses
 from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.sharded_init import is_part
-from fsdp_core.torch_private.tensors import hooks_on
+from fsdp_core.torch_private.tensors import hooks_on, is_fake
 
 __all__ = ["check_shardable", "refuse_cycles"]
 
@@ -124,7 +124,7 @@ def check_shardable(module: nn.Module, sharded_of: Callable[[nn.Module], Any]) -
                 "Call the model with an example first, at the end of __init__ or configure_model; or give the layer "
                 "its input size, as in nn.Linear(64, 10) for nn.LazyLinear(10)."
             )
-        if tensor.is_quantized or not (type(tensor) in _PLAIN or is_part(tensor)):
+        if tensor.is_quantized or not (type(tensor) in _PLAIN or is_part(tensor) or is_fake(tensor)):
             _refuse_class(fqn, tensor)
     for fqn, parameter in module.named_parameters():
         attribute = _packing_attribute(parameter)

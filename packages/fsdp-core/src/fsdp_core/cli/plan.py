@@ -1,0 +1,174 @@
+"""``fsdp plan SCRIPT``: the memory and traffic of a training script under each strategy, before anything is started."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fsdp_core.cli.output import format_count, format_size, print_json, print_table
+
+if TYPE_CHECKING:
+    from fsdp_core.rehearsal.planning import Outcome
+    from fsdp_core.rehearsal.script import CaughtFit
+
+__all__ = ["parse_size", "plan"]
+
+#: The exit status where no strategy fits: other than that of an error, so that a job of CI can tell them apart.
+_NOTHING_FITS = 3
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kMGT])(i?))?B?\s*", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """The bytes that a size means.
+
+    Args:
+        text: Such as ``"80GiB"`` (of 1,024³ bytes), or ``"80GB"`` or ``"80G"`` (of 1,000³).
+
+    Raises:
+        click.BadParameter: It is no size.
+
+    Example:
+        >>> parse_size("80GiB"), parse_size("24 GB"), parse_size("512M")
+        (85899345920, 24000000000, 512000000)
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise click.BadParameter(f"{text!r} is no size. Write such as 80GiB, or 24GB.")
+    number, unit, binary = match.groups()
+    power = 0 if unit is None else "kmgt".index(unit.lower()) + 1
+    return int(float(number) * (1024 if binary else 1000) ** power)
+
+
+def _read_size(ctx: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
+    return None if text is None else parse_size(text)
+
+
+@click.command("plan", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--devices", type=click.IntRange(1, 16_384), help="How many devices. Default: those that are here.")
+@click.option("--memory", metavar="SIZE", callback=_read_size, help="What each has, such as 80GiB. Default: as here.")
+@click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="The rank that is rehearsed.")
+@click.option("--patience", default=60.0, show_default=True, help="Seconds that the first batch may take.")
+@click.option("-m", "as_module", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs to read.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def plan(
+    ctx: click.Context,
+    script: str,
+    arguments: tuple[str, ...],
+    devices: int | None,
+    memory: int | None,
+    rank: int,
+    patience: float,
+    as_module: bool,
+    as_json: bool,
+) -> None:
+    """Show what the training script SCRIPT needs under each strategy, without training.
+
+    The script runs unchanged, with its ARGUMENTS, up to Trainer.fit(). That takes one batch, and is rehearsed: two
+    optimizer steps on tensors without memory, as one rank of --devices, for each strategy that is installed and the
+    options that change its memory. No rank is started.
+
+    Exit status: 0, or 3 if nothing fits the memory, 1 for an error, 2 for wrong usage.
+    """
+    from fsdp_core.rehearsal.candidates import candidates_for
+    from fsdp_core.rehearsal.planning import devices_here, ranked, rehearse_candidate
+    from fsdp_core.rehearsal.script import fits_of_script
+
+    here, memory_here = devices_here()
+    devices, memory = devices or here, memory or memory_here
+    if rank >= devices:
+        raise click.BadParameter(f"--rank {rank} is none of {devices} ranks, which are numbered from 0.")
+    refused: dict[str, str] = {}
+    plans: list[tuple[CaughtFit, list[Outcome]]] = []
+    with _output_to_stderr():
+        fits = fits_of_script(script, arguments, patience=patience, as_module=as_module)
+        for fit in fits:
+            candidates, refused = candidates_for(devices, fit.module)
+            outcomes = [rehearse_candidate(fit, candidate, min(rank, candidate.ranks - 1)) for candidate in candidates]
+            plans.append((fit, ranked(outcomes, memory)))
+    if as_json:
+        print_json(
+            {
+                "devices": devices,
+                "memory_bytes": memory,
+                "rank": rank,
+                "fits": [_as_data(fit, outcomes, memory) for fit, outcomes in plans],
+                "not_rehearsed": refused,
+            }
+        )
+    else:
+        for fit, outcomes in plans:
+            _print_plan(fit, outcomes, devices, memory)
+        for name, why in refused.items():
+            click.echo(f"Not rehearsed: {name}: {why}.")
+    ctx.exit(0 if all(any(o.fits(memory) for o in outcomes) for _, outcomes in plans) else _NOTHING_FITS)
+
+
+@contextmanager
+def _output_to_stderr() -> Iterator[None]:
+    """A context in which what the script prints is no part of the command's output."""
+    stdout = sys.stdout
+    sys.stdout = sys.stderr
+    try:
+        yield
+    finally:
+        sys.stdout = stdout
+
+
+def _as_data(fit: CaughtFit, outcomes: Sequence[Outcome], memory: int) -> dict[str, Any]:
+    rows = [{**asdict(outcome), "fits": outcome.fits(memory)} for outcome in outcomes]
+    return {"where": fit.where, "module": type(fit.module).__name__, "left_out": fit.left_out, "plans": rows}
+
+
+#: The columns of the peak's parts: their titles, and what they hold.
+_PARTS = (
+    ("params", ("parameters", "buffers")),
+    ("grads", ("gradients",)),
+    ("optim.", ("optimizer state",)),
+    ("activ.", ("activations", "batch")),
+    ("gathered", ("gathered parameters", "communication")),
+    ("other", ("backward", "optimizer step", "other")),
+)
+
+
+def _print_plan(fit: CaughtFit, outcomes: Sequence[Outcome], devices: int, memory: int) -> None:
+    numel = max((outcome.parameters for outcome in outcomes), default=0)
+    click.echo(
+        f"{type(fit.module).__name__} at {fit.where}: {format_count(numel)} parameters, "
+        f"{devices} device{'s' * (devices > 1)} of {format_size(memory)}"
+    )
+    header = ("fits", "peak", *(title for title, _ in _PARTS), "sent/step", "write")
+    rows = []
+    for outcome in outcomes:
+        if outcome.error is not None:
+            continue
+        parts = [format_size(sum(outcome.by_content.get(content, 0) for content in contents)) for _, contents in _PARTS]
+        fits = "yes" if outcome.fits(memory) else "no"
+        rows.append((fits, format_size(outcome.peak_bytes), *parts, format_size(outcome.sent_bytes), outcome.written))
+    if rows:
+        print_table(header, rows, right=range(1, len(header) - 1))
+    best = outcomes[0]
+    if best.fits(memory):
+        where = f"{best.phase} pass" if best.phase in ("forward", "backward") else best.phase
+        click.echo(f"The first has its peak in the {where}{f', in {best.module}' if best.module else ''}.")
+    elif rows:
+        click.echo(
+            f"Nothing fits. The least is {rows[0][1]} a device: use more devices, a smaller batch with "
+            "accumulate_grad_batches, or cpu_offload=True."
+        )
+    for outcome in outcomes:
+        if outcome.error is not None:
+            click.echo(f"Not planned: {outcome.written}, which ended in {outcome.error}")
+    for what, where in dict.fromkeys((w, at) for o in outcomes for w, at, _ in o.assumptions):
+        click.echo(f"Assumed: {what}{f', at {where}' if where else ''}")
+    if fit.left_out:
+        click.echo(f"Left out of the rehearsal: {', '.join(fit.left_out)}.")

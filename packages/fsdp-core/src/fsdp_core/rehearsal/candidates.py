@@ -1,0 +1,122 @@
+"""The strategies and options that are worth a rehearsal, from the one that costs least to the one that needs least memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning.pytorch.strategies import Strategy
+from torch import nn
+
+from fsdp_core.device_names import ANY_ACCELERATOR
+from fsdp_core.plugins import registry
+from fsdp_core.plugins.capabilities import Capability
+from fsdp_core.plugins.strategy_info import StrategyInfo
+from fsdp_core.sharding.units.wrap_policy import repeated_blocks
+
+__all__ = ["Candidate", "candidates_for"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A strategy with options.
+
+    Attributes:
+        strategy: Its name.
+        options: Its options, as the constructor's keywords.
+        ranks: The number of ranks.
+        as_written: The strategy object that the script has built; ``None`` for a strategy by name.
+    """
+
+    strategy: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+    as_written: Strategy | None = None
+
+    @property
+    def written(self) -> str:
+        """What to write in a script.
+
+        Example:
+            >>> Candidate(strategy="fsdp2", options={"reshard_after_forward": False}, ranks=2).written
+            "FSDP2Strategy(reshard_after_forward=False)"
+        """
+        if not self.options:
+            return f'strategy="{self.strategy}"'
+        class_name = str(registry.describe(self.strategy).trainer).partition(":")[2]
+        return f"{class_name}({', '.join(f'{name}={value!r}' for name, value in self.options.items())})"
+
+    def build(self) -> str | Strategy:
+        """The strategy, as the Trainer takes it."""
+        if self.as_written is not None:
+            return self.as_written
+        if not self.options:
+            return self.strategy
+        strategy: Strategy = registry.resolve(self.strategy, "trainer")(**self.options)
+        return strategy
+
+
+def candidates_for(ranks: int, module: nn.Module) -> tuple[list[Candidate], dict[str, str]]:
+    """The candidates for a number of ranks.
+
+    Args:
+        ranks: The number of devices.
+        module: What is trained. Activations are recomputed block by block, if it repeats blocks.
+
+    Returns:
+        The candidates, and the installed strategies that can't be rehearsed, with why.
+    """
+    candidates = [Candidate(strategy="auto")]
+    refused: dict[str, str] = {}
+    if ranks == 1:
+        return candidates, refused
+    candidates.append(Candidate(strategy="ddp", ranks=ranks))
+    has_blocks = bool(repeated_blocks(module))
+    for info in _distinct_strategies():
+        why = _why_not(info)
+        if why is None:
+            option_sets = _option_sets(info, has_blocks)
+            candidates += [Candidate(strategy=info.name, options=options, ranks=ranks) for options in option_sets]
+        else:
+            refused[info.name] = why
+    return candidates, refused
+
+
+def _distinct_strategies() -> list[StrategyInfo]:
+    """The installed strategies, without those that are others of the same package under another name.
+
+    Such a name has presets, or takes another library's options as well.
+    """
+    infos = [info for info in registry.strategies().values() if info.trainer is not None and not info.presets]
+
+    def is_another(info: StrategyInfo, other: StrategyInfo) -> bool:
+        has_more = {option.name for option in other.options} < {option.name for option in info.options}
+        same_package = registry.provider(other.name).name == registry.provider(info.name).name
+        return has_more and same_package and other.capabilities == info.capabilities
+
+    return [info for info in infos if not any(is_another(info, other) for other in infos)]
+
+
+def _why_not(info: StrategyInfo) -> str | None:
+    """Why a strategy is not rehearsed; ``None`` if it is."""
+    if ANY_ACCELERATOR not in info.accelerators and "cpu" not in info.accelerators:
+        return "it records what it computes for a compiler, which a rehearsal does not run"
+    return registry.unavailable(info.name)
+
+
+def _option_sets(info: StrategyInfo, has_blocks: bool) -> list[dict[str, Any]]:
+    """Options worth a rehearsal: gathered parameters kept for the backward pass; none kept; activations recomputed."""
+    names = {option.name for option in info.options}
+    keeps: dict[str, Any] | None = None
+    if Capability.RESHARD_AFTER_FORWARD in info.capabilities:
+        if "reshard_after_forward" in names:
+            keeps = {"reshard_after_forward": False}
+        elif "sharding_strategy" in names:
+            keeps = {"sharding_strategy": "SHARD_GRAD_OP"}
+    sets: list[dict[str, Any]] = [{}]
+    if keeps is not None:
+        sets.insert(0, keeps)
+    if has_blocks and Capability.ACTIVATION_CHECKPOINTING in info.capabilities:
+        sets += [{"activation_checkpointing_policy": "every_2"}, {"activation_checkpointing_policy": "every_1"}]
+    return sets

@@ -1,0 +1,274 @@
+"""Rehearses ``Trainer.fit``: two optimizer steps of the user's own module on fake tensors, as one rank of many."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from fsdp_core.lightning.strategy import ShardedStrategy
+from fsdp_core.rehearsal.imagined_ranks import ImaginedEnvironment, ImaginedRuntime, imagined_world
+from fsdp_core.rehearsal.known_values import Assumption, KnownValues
+from fsdp_core.rehearsal.memory import MemoryMode, StepRecord
+from fsdp_core.rehearsal.modules_on_fakes import fakes_allowed
+from fsdp_core.sharding.units.wrap_policy import select_units
+
+__all__ = ["Rehearsal", "RehearsedRun", "rehearse_fit"]
+
+#: The optimizer steps of a rehearsal. In the first, optimizers allocate their state; the second is measured.
+STEPS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class RehearsedRun:
+    """What is rehearsed.
+
+    Attributes:
+        build: Makes the module: the user's own, with fake or real parameters.
+        batch: A batch of the user's loader.
+        batches: The number of batches of an epoch; ``None`` if the loader does not say.
+        trainer_arguments: The Trainer's arguments, without strategy, devices and the like.
+        strategy: The strategy, by name or as an object.
+        ranks: The number of ranks.
+        rank: The rank that is played.
+        precision: The Trainer's ``precision``.
+    """
+
+    build: Callable[[], pl.LightningModule]
+    batch: Any
+    batches: int | None = None
+    trainer_arguments: Mapping[str, Any] = field(default_factory=dict)
+    strategy: str | Strategy = "auto"
+    ranks: int = 1
+    rank: int = 0
+    precision: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """What a rehearsal has shown.
+
+    Attributes:
+        step: The second optimizer step, with all its micro-batches.
+        numel: The number of the model's parameters.
+        assumptions: What was assumed of values, with how often.
+        seconds: The CPU time that it took.
+    """
+
+    step: StepRecord
+    numel: int
+    assumptions: Mapping[Assumption, int]
+    seconds: float
+
+
+def rehearse_fit(run: RehearsedRun) -> Rehearsal:
+    """Run ``Trainer.fit`` for two optimizer steps on fake tensors, in this process alone.
+
+    Args:
+        run: What is rehearsed.
+
+    Raises:
+        ShardingError: This process has a process group.
+        Exception: What the user's code, Lightning or the strategy raise: the run would raise it too, or the code needs
+            values that fake tensors don't have.
+    """
+    started = time.process_time()
+    memory = MemoryMode(reduces_in_a_copy=True)
+    values = KnownValues()
+    with ExitStack() as contexts:
+        contexts.enter_context(_quietly())
+        if run.ranks > 1:
+            contexts.enter_context(imagined_world(run.rank, run.ranks))
+        contexts.enter_context(fakes_allowed(values))
+        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        contexts.enter_context(fake_mode)
+        contexts.enter_context(memory)
+        contexts.enter_context(values)
+        module = run.build()
+        module = _with_fake_tensors(module, fake_mode)
+        memory.take(module.parameters(), "parameters")
+        memory.take(module.buffers(), "buffers")
+        numel = sum(parameter.numel() for parameter in module.parameters())
+        batches = _FakeBatches(run.batch, run.batches, fake_mode, memory, values)
+        marks = _Marks(memory)
+        trainer = _trainer(run, marks)
+        try:
+            trainer.fit(module, batches)
+        finally:
+            marks.detach()
+    gc.collect()
+    return Rehearsal(
+        step=memory.step,
+        numel=numel,
+        assumptions=dict(values.assumptions),
+        seconds=time.process_time() - started,
+    )
+
+
+def _trainer(run: RehearsedRun, marks: pl.Callback) -> pl.Trainer:
+    arguments = {
+        **run.trainer_arguments,
+        "strategy": run.strategy,
+        "accelerator": "cpu",
+        "devices": run.ranks,
+        "num_nodes": 1,
+        "precision": run.precision,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+        "num_sanity_val_steps": 0,
+        "limit_val_batches": 0,
+        "callbacks": [*run.trainer_arguments.get("callbacks", ()), marks],
+    }
+    if run.ranks > 1:
+        arguments["plugins"] = [*run.trainer_arguments.get("plugins", ()), ImaginedEnvironment(run.rank, run.ranks)]
+    trainer = pl.Trainer(**arguments)
+    strategy = trainer.strategy
+    if isinstance(strategy, ShardedStrategy):
+        strategy.runtime = ImaginedRuntime()
+        strategy.hang_timeout = None
+    return trainer
+
+
+def _with_fake_tensors(module: pl.LightningModule, fake_mode: FakeTensorMode) -> pl.LightningModule:
+    if all(isinstance(tensor, torch._subclasses.FakeTensor) for tensor in (*module.parameters(), *module.buffers())):
+        return module
+    with FakeCopyMode(fake_mode):
+        return copy.deepcopy(module)
+
+
+class _FakeBatches:
+    """A loader of one batch, again and again, on fake tensors whose integers are known."""
+
+    def __init__(
+        self, batch: Any, count: int | None, fake_mode: FakeTensorMode, memory: MemoryMode, values: KnownValues
+    ) -> None:
+        self._batch, self._count = batch, count
+        self._fake_mode, self._memory, self._values = fake_mode, memory, values
+
+    def __len__(self) -> int:
+        if self._count is None:
+            raise TypeError("the user's loader does not say how many batches it has")
+        return self._count
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self._count or 1_000_000):
+            yield tree_map_only(Tensor, self._fake, self._batch)
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        fake = self._fake_mode.from_tensor(tensor, static_shapes=True)
+        fake = fake.clone()  # each batch has memory of its own
+        self._values.know(fake, tensor)
+        self._memory.take([fake], "batch")
+        return fake
+
+
+class _Marks(pl.Callback):
+    """Tells the memory mode where in a step the run is, and ends it after two optimizer steps."""
+
+    def __init__(self, memory: MemoryMode) -> None:
+        self._memory = memory
+        self._handles: list[Any] = []
+        self._steps_before = 0
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        memory = self._memory
+        memory.take(module.parameters(), "parameters")
+        names = {submodule: name for name, submodule in module.named_modules()}
+        sharded = getattr(trainer.strategy, "sharded_or_none", None)
+        unit_names = sharded.plan.units if sharded is not None else [names[unit] for unit in select_units(module, "auto")]
+        units = {module.get_submodule(name): name for name in unit_names}
+        for unit, name in units.items():
+            self._handles.append(unit.register_forward_pre_hook(_entering(memory, name)))
+            self._handles.append(unit.register_forward_hook(_leaving(memory), always_call=True))
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        memory = self._memory
+        if trainer.global_step == STEPS - 1 and self._steps_before != trainer.global_step:
+            self._classify(trainer, module)
+            memory.begin_step()
+        self._steps_before = trainer.global_step
+        memory.phase = "forward"
+
+    def on_before_backward(self, trainer: pl.Trainer, module: pl.LightningModule, loss: Tensor) -> None:
+        self._memory.phase = "backward"
+
+    def on_after_backward(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._memory.phase, self._memory.module = "between", ""
+        self._classify(trainer, module)
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
+        self._classify(trainer, module)
+        self._memory.phase = "optimizer"
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._memory.phase = "between"
+        self._classify(trainer, module)
+        if trainer.global_step >= STEPS:
+            trainer.should_stop = True
+
+    def _classify(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Say what storages hold, as far as optimizers and parameters show it now."""
+        memory = self._memory
+        for optimizer in trainer.optimizers:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            memory.take(parameters, "parameters")
+            memory.take([p.grad for p in parameters if p.grad is not None], "gradients")
+            for state in optimizer.state.values():
+                memory.take([value for value in state.values() if isinstance(value, Tensor)], "optimizer state")
+        memory.take(module.buffers(), "buffers")
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _entering(memory: MemoryMode, name: str) -> Callable[..., None]:
+    def enter(module: nn.Module, args: Any) -> None:
+        memory.module = name
+        memory.recomputing = memory.phase == "backward"
+
+    return enter
+
+
+def _leaving(memory: MemoryMode) -> Callable[..., None]:
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        memory.recomputing = False
+        if memory.phase != "backward":
+            memory.module = ""
+
+    return leave
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """A context without what Lightning and torch say at the start of each run."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "fsdp_core")]
+    loggers.append(logging.getLogger("torch._subclasses.fake_tensor"))
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,132 @@
+"""One process plays a rank of many: its peers are imagined, and are and do what it is and does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+
+from fsdp_core.errors import ShardingError
+from fsdp_core.mesh import MeshAxis
+from fsdp_core.rehearsal.torch_private import register_fake_backend
+from fsdp_core.runtime import ProcessGroupRuntime, Runtime
+
+__all__ = ["ImaginedEnvironment", "ImaginedRuntime", "imagined_world"]
+
+
+@contextmanager
+def imagined_world(rank: int, world_size: int) -> Iterator[None]:
+    """A context with a process group of imagined ranks, in which no collective communicates anything.
+
+    Args:
+        rank: The rank that this process plays.
+        world_size: The number of ranks.
+
+    Raises:
+        ShardingError: This process has a process group already.
+    """
+    if dist.is_initialized():
+        raise ShardingError(
+            "this process has a process group already, and a rehearsal needs one of its own.\n"
+            "Rehearse in a process that has not called torch.distributed.init_process_group(), or after "
+            "torch.distributed.destroy_process_group()."
+        )
+    register_fake_backend()
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class ImaginedRuntime(ProcessGroupRuntime):
+    """A rank whose peers say what it says: objects that are exchanged are its own."""
+
+    is_rehearsed = True
+
+    def along(self, *axes: MeshAxis) -> Runtime:
+        if self.mesh.size(axes) == self.world_size:
+            return self
+        key = self.mesh, tuple(axis for axis in axes if self.mesh.size((axis,)) > 1)
+        if key not in self._along:
+            peers = ImaginedRuntime()
+            peers.local_rank, peers.device = self.local_rank, self.device
+            peers.rank, peers.world_size = self.mesh.coordinate(self.rank, axes), self.mesh.size(axes)
+            peers._group = dist.new_group(list(self.mesh.peers(self.rank, axes)))
+            self._along[key] = peers
+        return self._along[key]
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        return obj
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        return [obj] * self.world_size
+
+    def gather_objects_to(self, obj: Any, dst: int = 0) -> list[Any] | None:
+        return [obj] * self.world_size if self.rank == dst else None
+
+    def total(self, numbers: Sequence[int]) -> list[int]:
+        return [int(number) * self.world_size for number in numbers]
+
+    def rendezvous(self, operation: str) -> None:
+        """Nothing to do: the peers have come."""
+
+    def barrier(self) -> None:
+        """Nothing to do: the peers have come."""
+
+    def side_channel(self) -> Runtime:
+        return self
+
+    def stop(self) -> None:
+        """Nothing to do: the process group is that of :func:`imagined_world`."""
+
+
+class ImaginedEnvironment(ClusterEnvironment):
+    """Tells Lightning that this process is one of many, which something else has started.
+
+    Args:
+        rank: The rank that it plays.
+        world_size: The number of ranks, on one host.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__()
+        self._rank, self._world_size = rank, world_size
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        return 1
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        return self._world_size
+
+    def set_world_size(self, size: int) -> None:
+        """Nothing to do: the number is known."""
+
+    def global_rank(self) -> int:
+        return self._rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """Nothing to do: the number is known."""
+
+    def local_rank(self) -> int:
+        return self._rank
+
+    def node_rank(self) -> int:
+        return 0

@@ -1,0 +1,337 @@
+"""The values that a rehearsal has: integers and masks of the batch are computed, all else is assumed and told.
+
+A fake tensor has no values. Code that asks for them (``if loss > 3``, ``mask.nonzero()``, ``lengths.max().item()``) gets
+the real answer where it follows from integers of the real batch, which are computed beside the fakes. Elsewhere it gets
+an assumption, which the report shows with the line that has asked.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import sysconfig
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+
+__all__ = ["Assumption", "KnownValues"]
+
+_aten = torch.ops.aten
+
+#: Results with more elements are not computed: they are masks of attention, over which no one branches.
+_MAX_NUMEL = 1 << 22
+
+#: A question whose answer decides how long a loop runs is answered with the other answer from the fifth time on.
+_SAME_ANSWERS = 4
+
+#: Operators that return a bool of which "no" is the usual answer: there is no NaN, and nothing differs.
+_USUALLY_FALSE = frozenset({"any", "ne", "isnan", "isinf", "logical_not", "bitwise_not"})
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """What was assumed of values that a rehearsal does not have.
+
+    Attributes:
+        what: The assumption, in words.
+        where: The file and line that has asked for the values.
+    """
+
+    what: str
+    where: str
+
+
+class KnownValues(TorchDispatchMode):
+    """Answers questions about values of fake tensors.
+
+    Attributes:
+        assumptions: The assumptions, with how often each was used.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.assumptions: Counter[Assumption] = Counter()
+        self._real_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._operator_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # that has made a bool
+        self._times_asked: Counter[str] = Counter()
+
+    def know(self, fake: Tensor, real: Tensor) -> None:
+        """Tell the values of a fake tensor, if they are worth computing with.
+
+        Args:
+            fake: The fake tensor.
+            real: A tensor with its values.
+        """
+        if not real.is_floating_point() and not real.is_complex() and real.numel() <= _MAX_NUMEL:
+            self._real_of[fake] = real
+
+    def real_or_same(self, tensor: Tensor) -> Tensor:
+        """A real tensor with the values of a fake one, if they are known; otherwise the tensor itself."""
+        real: Tensor = self._real_of.get(tensor, tensor)
+        return real
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        answer = _ANSWERS.get(func)
+        if answer is not None:
+            return answer(self, func, args, kwargs)
+        result = func(*args, **kwargs)
+        self._compute_beside(func, args, kwargs, result)
+        return result
+
+    # -- real values -----------------------------------------------------------------------------------------------
+
+    def _real(self, value: Any) -> Any:
+        """A value with real tensors in place of fake ones.
+
+        Raises:
+            KeyError: One of the tensors has no known values.
+        """
+        return tree_map_only(Tensor, lambda tensor: self._real_of[tensor] if tensor in self._real_of else _fail(), value)
+
+    def _compute_beside(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Compute what an operator returns, where all of its arguments are known."""
+        results = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
+        for value in results:
+            if value.dtype is torch.bool and value.dim() == 0:
+                self._operator_of[value] = func._overloadpacket.__name__
+        is_small = all(not r.is_floating_point() and not r.is_complex() and r.numel() <= _MAX_NUMEL for r in results)
+        arguments = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        try:
+            if not results or not is_small or torch.Tag.nondeterministic_seeded in func.tags or _is_unfilled(func):
+                raise KeyError
+            real_args, real_kwargs = self._real((args, kwargs))
+            with no_dispatch():
+                real_result = func(*real_args, **_on_cpu(real_kwargs))
+            reals = [value for value in tree_leaves(real_result) if isinstance(value, Tensor)]
+            for value, real in zip(results, reals, strict=True):
+                self._real_of[value] = real
+        except Exception:
+            if func._schema.is_mutable:  # what was known of it is no longer so
+                for tensor in arguments[:1]:
+                    self._real_of.pop(tensor, None)
+
+    # -- answers ---------------------------------------------------------------------------------------------------
+
+    def assume(self, what: str) -> None:
+        """Note an assumption, with the line of the user's that has asked.
+
+        Args:
+            what: The assumption, in words.
+        """
+        where = _users_line()
+        if where:
+            self.assumptions[Assumption(what, where)] += 1
+
+    def item(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The value of a tensor with one element."""
+        (tensor,) = args
+        with suppress(KeyError):
+            return self._real(tensor).item()
+        constant = getattr(tensor, "constant", None)  # torch keeps the value of torch.tensor(3)
+        if constant is not None:
+            return constant.item()
+        if tensor.dtype is torch.bool:
+            return self._decide(tensor)
+        number: complex = 1.0 if tensor.is_floating_point() else 1
+        self.assume(f"a value is {number}")
+        return complex(number) if tensor.is_complex() else number
+
+    def _decide(self, tensor: Tensor) -> bool:
+        operator = self._operator_of.get(tensor, "")
+        answer = operator.rstrip("_") not in _USUALLY_FALSE
+        where = _users_line()
+        self._times_asked[where] += 1
+        if self._times_asked[where] > _SAME_ANSWERS:
+            answer = bool(self._times_asked[where] % 2)
+        self.assume(f"a condition is {answer}")
+        return answer
+
+    def nonzero(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """The indices of what is not zero: of all elements, if the values are not known."""
+        (tensor,) = args
+        real = self._known_result(func, args, kwargs)
+        if real is None:
+            self.assume("all elements of a mask are set")
+            return tensor.new_empty((tensor.numel(), tensor.dim()), dtype=torch.int64)
+        return self._fake_of(tensor, real)
+
+    def unique(self, func: Any, args: Any, kwargs: Any) -> tuple[Tensor, ...]:
+        """The distinct values: as many as there are elements, if the values are not known."""
+        tensor = args[0]
+        reals = self._known_result(func, args, kwargs)
+        if reals is not None:
+            return tuple(self._fake_of(tensor, real) for real in reals)
+        self.assume("no two values are equal")
+        indices = tensor.new_empty(tensor.shape, dtype=torch.int64)
+        return tensor.new_empty(tensor.numel()), indices, tensor.new_empty(tensor.numel(), dtype=torch.int64)
+
+    def masked_select(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """The elements that a mask selects: all of them, if it is not known."""
+        tensor, mask = args
+        count = torch.broadcast_shapes(tensor.shape, mask.shape).numel()
+        with suppress(KeyError):
+            real_mask = self._real(mask)
+            return tensor.new_empty((int(real_mask.expand(torch.broadcast_shapes(tensor.shape, mask.shape)).sum()),))
+        self.assume("all elements of a mask are set")
+        return tensor.new_empty((count,))
+
+    def index(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Indexing, in which masks become the indices of what they select."""
+        position = 1
+        indices = []
+        for index in args[position]:
+            if index is not None and index.dtype in (torch.bool, torch.uint8):
+                indices += self.nonzero(_aten.nonzero.default, (index,), {}).unbind(1)
+            else:
+                indices.append(index)
+        with_indices = [*args]
+        with_indices[position] = indices
+        result = func(*with_indices, **kwargs)
+        self._compute_beside(func, tuple(with_indices), kwargs, result)
+        return result
+
+    def equal(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether two tensors are equal: assumed so, if the values are not known."""
+        real = self._known_result(func, args, kwargs)
+        if real is not None:
+            return bool(real)
+        self.assume("two tensors are equal")
+        return True
+
+    def repeat_interleave(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """The indices that repeat each element: once each, if the counts are not known."""
+        real = self._known_result(func, args, kwargs)
+        if real is not None:
+            return self._fake_of(args[0], real)
+        size = kwargs.get("output_size")
+        if size is None:
+            self.assume("counts of repetitions are 1")
+            size = args[0].numel()
+        return args[0].new_empty((size,), dtype=torch.int64)
+
+    def bincount(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """How often each integer occurs: of ``minlength`` integers, if the values are not known."""
+        real = self._known_result(func, args, kwargs)
+        if real is not None:
+            return self._fake_of(args[0], real)
+        length = kwargs.get("minlength", args[2] if len(args) > 2 else 0) or 1
+        self.assume(f"values are below {length}")
+        return args[0].new_empty((length,), dtype=torch.int64)
+
+    def _known_result(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operator returns on the real values; ``None`` if they are not known."""
+        try:
+            real_args, real_kwargs = self._real((args, kwargs))
+        except KeyError:
+            return None
+        with no_dispatch():
+            return func(*real_args, **_on_cpu(real_kwargs))
+
+    def _fake_of(self, like: Tensor, real: Tensor) -> Tensor:
+        fake = like.new_empty(real.shape, dtype=real.dtype)
+        self.know(fake, real)
+        return fake
+
+    # -- values that leave torch -----------------------------------------------------------------------------------
+
+    def to_numpy(self, tensor: Tensor) -> Any:
+        """The values as an array: zeros, if they are not known."""
+        if tensor in self._real_of:
+            with no_dispatch():
+                return self._real_of[tensor].numpy()
+        self.assume("values are 0")
+        with no_dispatch():
+            return torch.zeros(tuple(tensor.shape), dtype=tensor.dtype).numpy()
+
+    def __enter__(self) -> Any:
+        self._arrays = _arrays_of_fakes(self)
+        self._arrays.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._arrays.__exit__(*error)
+
+
+_Answer = Callable[[KnownValues, Any, Any, Any], Any]
+
+_ANSWERS: dict[Any, _Answer] = {
+    _aten._local_scalar_dense.default: KnownValues.item,
+    _aten.nonzero.default: KnownValues.nonzero,
+    _aten._unique2.default: KnownValues.unique,
+    _aten.masked_select.default: KnownValues.masked_select,
+    _aten.index.Tensor: KnownValues.index,
+    _aten.equal.default: KnownValues.equal,
+    _aten.repeat_interleave.Tensor: KnownValues.repeat_interleave,
+    _aten.bincount.default: KnownValues.bincount,
+}
+
+
+@contextmanager
+def _arrays_of_fakes(values: KnownValues) -> Iterator[None]:
+    """A context in which fake tensors can become arrays of numpy."""
+
+    @functools.wraps(Tensor.numpy)
+    def numpy(tensor: Tensor, *, force: bool = False) -> Any:
+        return values.to_numpy(tensor)
+
+    def as_array(tensor: Tensor, dtype: Any = None, copy: bool | None = None) -> Any:
+        array = values.to_numpy(tensor)
+        return array if dtype is None else array.astype(dtype)
+
+    FakeTensor.numpy = numpy  # type: ignore[method-assign]
+    FakeTensor.__array__ = as_array  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del FakeTensor.numpy
+        del FakeTensor.__array__
+
+
+def _fail() -> Any:
+    raise KeyError
+
+
+def _is_unfilled(func: Any) -> bool:
+    return func._overloadpacket.__name__.startswith(("empty", "new_empty"))
+
+
+def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") is not None else kwargs
+
+
+#: The first names of modules that ask for values only to check what a rehearsal does not have.
+_OURS = ("torch", "lightning", "fsdp_", "contextlib", "runpy", "click")
+
+
+def _users_line() -> str:
+    """The innermost line on the stack that no library has; that of a library which asked, if there is none.
+
+    Empty if nobody but torch, Lightning and this project is on the stack.
+    """
+    frame: Any = sys._getframe(2)
+    of_library = ""
+    while frame is not None:
+        file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
+        name_in_library = file.partition("site-packages/")[2]
+        if not module.startswith(_OURS) or module.startswith("torchmetrics"):
+            if not name_in_library and not file.startswith(_NOT_USERS):
+                return f"{file}:{frame.f_lineno}"
+            of_library = of_library or (f"{name_in_library}:{frame.f_lineno}" if name_in_library else "")
+        frame = frame.f_back
+    return of_library
+
+
+#: Where the standard library is, and what is not in a file.
+_NOT_USERS = (sysconfig.get_path("stdlib"), "<")

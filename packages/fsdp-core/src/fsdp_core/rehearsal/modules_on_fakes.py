@@ -1,0 +1,174 @@
+"""Lets modules, Lightning and device meshes work on fake tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel, distributed
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_map_only
+
+from fsdp_core.rehearsal.known_values import KnownValues
+from fsdp_core.rehearsal.torch_private import flat_param
+
+__all__ = ["fakes_allowed"]
+
+
+@contextmanager
+def fakes_allowed(values: KnownValues) -> Iterator[None]:
+    """A context in which what needs real tensors gets them, and what can't work on fake ones is left out.
+
+    Args:
+        values: The values that are known of fake tensors.
+    """
+    with ExitStack() as contexts:
+        for name in _MESH_METHODS:
+            if name in vars(DeviceMesh):
+                contexts.enter_context(_replaced(DeviceMesh, name, functools.partial(_on_real_tensors, values)))
+        converted: dict[int, tuple[Tensor, Tensor]] = {}
+        contexts.enter_context(_replaced(nn.Module, "_apply", lambda _: _apply_to_fakes(converted)))
+        contexts.enter_context(_added(FakeTensor, "__deepcopy__", _copy_fake))
+        contexts.enter_context(_replaced(distributed, "_verify_param_shape_across_processes", lambda _: _compare_nothing))
+        contexts.enter_context(_replaced(flat_param, "_data_ptr_allocated", lambda _: _has_bytes))
+        contexts.enter_context(_replaced(DistributedDataParallel, "__init__", _with_own_reduction))
+        yield
+
+
+def _with_own_reduction(build: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of DDP, whose reductions then return what an imagined process group does not: the bucket."""
+
+    def reduce(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+        dist.all_reduce(bucket.buffer(), group=state)
+        reduced: torch.futures.Future[Tensor] = torch.futures.Future()
+        reduced.set_result(bucket.buffer())
+        return reduced
+
+    # torch compares the annotations with its classes, and these are strings here
+    reduce.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
+
+    @functools.wraps(build)
+    def build_with_reduction(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        self.register_comm_hook(self.process_group, reduce)
+        self.reducer = _ReducerWithFirstBuckets(self.reducer)
+
+    return build_with_reduction
+
+
+class _ReducerWithFirstBuckets:
+    """DDP's reducer, which keeps its first buckets: ranks exchange the order of others in memory that fakes don't have.
+
+    The others have the same gradients in another order, and so as many bytes.
+    """
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+#: They compute with tensors of ranks.
+_MESH_METHODS = (
+    *("__init__", "_compute_coordinate_on_dim", "__getitem__", "_flatten", "_concatenate", "_unflatten"),
+    *("get_local_rank", "get_coordinate", "__hash__", "__eq__", "_compute_coordinates_from_mesh"),
+)
+
+
+def _on_real_tensors(values: KnownValues, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        real_args, real_kwargs = tree_map_only(Tensor, values.real_or_same, (args, kwargs))
+        with no_dispatch():
+            return function(*real_args, **real_kwargs)
+
+    return call
+
+
+def _copy_fake(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    """A copy of a fake tensor, for :func:`copy.deepcopy`: torch's own copies the storage, which has no bytes."""
+    if id(tensor) not in memo:
+        copied = tensor.detach().clone()
+        if isinstance(tensor, nn.Parameter):
+            copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = copied.requires_grad_(tensor.requires_grad)
+    result: Tensor = memo[id(tensor)]
+    return result
+
+
+def _has_bytes(tensor: Tensor) -> bool:
+    """Whether a fake tensor's memory is allocated: its address is always 0."""
+    return tensor.untyped_storage().size() > 0
+
+
+def _compare_nothing(*args: Any) -> None:
+    """Stands for what compares the parameters of ranks, which are imagined."""
+
+
+def _apply_to_fakes(converted: dict[int, tuple[Tensor, Tensor]]) -> Callable[..., nn.Module]:
+    """What stands for ``nn.Module._apply``: it gives modules other tensors where dtype or device change.
+
+    torch's own would swap the contents of the tensors, which it refuses while something refers to them weakly.
+
+    Args:
+        converted: By the id of a tensor, the tensor, which is so kept alive, and what has replaced it: tied ones stay
+            tied.
+    """
+
+    def apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        if recurse:
+            for child in module.children():
+                child._apply(function)
+        registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for registry in registries:
+            for name, tensor in registry.items():
+                if tensor is not None:
+                    registry[name] = _convert(tensor, function, converted)
+        return module
+
+    return apply
+
+
+def _convert(tensor: Tensor, function: Callable[[Tensor], Tensor], converted: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
+    if id(tensor) in converted:
+        return converted[id(tensor)][1]
+    with torch.no_grad():
+        result = function(tensor)
+    if result.dtype is tensor.dtype and result.device == tensor.device:
+        return tensor
+    if isinstance(tensor, nn.Parameter):
+        result = nn.Parameter(result, requires_grad=tensor.requires_grad)
+    converted[id(tensor)] = tensor, result
+    return result
+
+
+@contextmanager
+def _added(owner: type, name: str, value: Any) -> Iterator[None]:
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    original = vars(owner)[name]
+    is_static = isinstance(original, staticmethod)
+    wrapped = wrap(original.__func__ if is_static else original)
+    setattr(owner, name, staticmethod(wrapped) if is_static else wrapped)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)

@@ -1,0 +1,181 @@
+"""Rehearses a caught fit with each candidate, each in a process of its own, and ranks them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from fsdp_core import devices
+from fsdp_core.errors import first_line
+from fsdp_core.rehearsal.candidates import Candidate
+from fsdp_core.rehearsal.collectives import total_sent
+from fsdp_core.rehearsal.fit import Rehearsal, RehearsedRun, rehearse_fit
+from fsdp_core.rehearsal.script import CaughtFit
+
+__all__ = ["Outcome", "rehearse_candidate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What the rehearsal of one candidate has shown, as plain data.
+
+    Attributes:
+        written: What to write in the script.
+        strategy: The strategy's name.
+        ranks: The number of ranks.
+        error: Why it can't be rehearsed, or what the run would raise; ``None`` if it went well.
+        peak_bytes: The most bytes of tensors that are live at once on this rank, in the second step.
+        by_content: These bytes by what they hold, the largest first.
+        phase: The phase of the peak.
+        module: The unit that computes at the peak, by name; empty outside of units.
+        sent_bytes: The bytes that this rank sends in a step.
+        calls: Calls of collectives in a step, by name.
+        operations: The operations of a step.
+        parameters: The number of the model's parameters.
+        assumptions: What was assumed of values: in words, where, and how often.
+        seconds: The CPU time of the rehearsal.
+    """
+
+    written: str
+    strategy: str
+    ranks: int
+    error: str | None = None
+    peak_bytes: int = 0
+    by_content: Mapping[str, int] = field(default_factory=dict)
+    phase: str = ""
+    module: str = ""
+    sent_bytes: int = 0
+    calls: Mapping[str, int] = field(default_factory=dict)
+    operations: int = 0
+    parameters: int = 0
+    assumptions: Sequence[tuple[str, str, int]] = ()
+    seconds: float = 0.0
+
+    def fits(self, memory: int) -> bool:
+        """Whether the run is rehearsed, and needs no more than so many bytes."""
+        return self.error is None and self.peak_bytes <= memory
+
+
+def devices_here() -> tuple[int, int]:
+    """The number of devices of this machine, and the memory of each in bytes: of the host, if it has no accelerator."""
+    found = devices.device_facts()
+    if found and found[0]["memory"]:
+        return len(found), int(found[0]["memory"])
+    return 1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def ranked(outcomes: Iterable[Outcome], memory: int) -> list[Outcome]:
+    """Outcomes from the one that costs least to the one that costs most, those that do not fit after all that do.
+
+    Of those that fit, fewer bytes sent are better, then fewer operations, which activation checkpointing repeats. Of
+    those that do not, less memory is. What can't be rehearsed comes last.
+
+    Args:
+        outcomes: What was rehearsed.
+        memory: The bytes that a device has.
+    """
+
+    def cost(outcome: Outcome) -> tuple[Any, ...]:
+        if outcome.error is not None:
+            return 2, 0
+        if not outcome.fits(memory):
+            return 1, outcome.peak_bytes
+        return 0, outcome.ranks == 1, outcome.sent_bytes, outcome.operations
+
+    return sorted(outcomes, key=cost)
+
+
+def rehearse_candidate(fit: CaughtFit, candidate: Candidate, rank: int = 0) -> Outcome:
+    """Rehearse a fit with a strategy, in a process that is forked for it.
+
+    Args:
+        fit: The fit, as the script has asked for it.
+        candidate: The strategy.
+        rank: The rank that is played.
+    """
+    return _in_a_fork(lambda: _rehearse(fit, candidate, rank), candidate)
+
+
+def _rehearse(fit: CaughtFit, candidate: Candidate, rank: int) -> Outcome:
+    facts = {"written": candidate.written, "strategy": candidate.strategy, "ranks": candidate.ranks}
+    try:
+        rehearsal = rehearse_fit(
+            RehearsedRun(
+                build=lambda: fit.module,
+                batch=fit.batch,
+                batches=fit.batches,
+                trainer_arguments=fit.trainer_arguments,
+                strategy=candidate.build(),
+                ranks=candidate.ranks,
+                rank=rank,
+                precision=fit.given.get("precision"),
+            )
+        )
+    except Exception as error:
+        if os.environ.get("FSDP_PLAN_TRACEBACK"):
+            traceback.print_exc()
+        return Outcome(**facts, error=f"{type(error).__name__}: {first_line(error)}{_where(error)}")
+    return _outcome(facts, rehearsal)
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line of the user's in an error's stack, in words."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if "site-packages" not in frame.filename and "fsdp_core" not in frame.filename]
+    return f" ({users[-1].filename}:{users[-1].lineno})" if users else ""
+
+
+def _outcome(facts: Mapping[str, Any], rehearsal: Rehearsal) -> Outcome:
+    peak = rehearsal.step.peak("cpu")
+    totals = total_sent(rehearsal.step.collectives)
+    return Outcome(
+        **facts,
+        peak_bytes=peak.nbytes,
+        by_content=dict(peak.by_content),
+        phase=peak.phase,
+        module=peak.module,
+        sent_bytes=sum(sent for _, sent in totals.values()),
+        calls={name: calls for name, (calls, _) in totals.items()},
+        operations=rehearsal.step.operations,
+        parameters=rehearsal.numel,
+        assumptions=[(a.what, a.where, times) for a, times in rehearsal.assumptions.items()],
+        seconds=rehearsal.seconds,
+    )
+
+
+def _in_a_fork(call: Callable[[], Outcome], candidate: Candidate) -> Outcome:
+    """What a function returns in a process that was forked from this one, which it leaves as it was."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_send_result, args=(call, sender))
+    child.start()
+    sender.close()
+    try:
+        outcome: Outcome = receiver.recv()
+    except EOFError:
+        child.join()
+        code = child.exitcode or 0
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
+        outcome = Outcome(
+            written=candidate.written,
+            strategy=candidate.strategy,
+            ranks=candidate.ranks,
+            error=f"the process that rehearsed it ended {how}",
+        )
+    child.join()
+    return outcome
+
+
+def _send_result(call: Callable[[], Outcome], sender: Connection) -> None:
+    torch.set_num_threads(1)
+    sender.send(call())
+    sender.close()
+    os._exit(0)  # without the exit handlers of the script's libraries
