@@ -92,7 +92,7 @@ def plan(
     with _output_to_stderr():
         fits = fits_of_script(script, arguments, patience=patience, as_module=as_module)
         for fit in fits:
-            candidates, refused = candidates_for(devices, fit.module)
+            candidates, refused = candidates_for(devices, fit.module, fit.given.get("strategy"))
             outcomes = [rehearse_candidate(fit, candidate, min(rank, candidate.ranks - 1)) for candidate in candidates]
             plans.append((fit, ranked(outcomes, memory)))
     if as_json:

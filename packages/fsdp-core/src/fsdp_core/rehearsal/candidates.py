@@ -42,6 +42,8 @@ class Candidate:
             >>> Candidate(strategy="fsdp2", options={"reshard_after_forward": False}, ranks=2).written
             "FSDP2Strategy(reshard_after_forward=False)"
         """
+        if self.as_written is not None:
+            return f"{type(self.as_written).__name__}(...), as in the script"
         if not self.options:
             return f'strategy="{self.strategy}"'
         class_name = str(registry.describe(self.strategy).trainer).partition(":")[2]
@@ -57,18 +59,22 @@ class Candidate:
         return strategy
 
 
-def candidates_for(ranks: int, module: nn.Module) -> tuple[list[Candidate], dict[str, str]]:
+def candidates_for(ranks: int, module: nn.Module, written: object = None) -> tuple[list[Candidate], dict[str, str]]:
     """The candidates for a number of ranks.
 
     Args:
         ranks: The number of devices.
         module: What is trained. Activations are recomputed block by block, if it repeats blocks.
+        written: The ``strategy`` that the script gives its Trainer.
 
     Returns:
         The candidates, and the installed strategies that can't be rehearsed, with why.
     """
     candidates = [Candidate(strategy="auto")]
     refused: dict[str, str] = {}
+    if isinstance(written, Strategy):
+        name = str(getattr(written, "strategy_name", type(written).__name__))
+        candidates.append(Candidate(strategy=name, ranks=ranks, as_written=written))
     if ranks == 1:
         return candidates, refused
     candidates.append(Candidate(strategy="ddp", ranks=ranks))

@@ -24,13 +24,9 @@ from fsdp_core.rehearsal.imagined_ranks import ImaginedEnvironment, ImaginedRunt
 from fsdp_core.rehearsal.known_values import Assumption, KnownValues
 from fsdp_core.rehearsal.memory import MemoryMode, StepRecord
 from fsdp_core.rehearsal.modules_on_fakes import fakes_allowed
-from fsdp_core.sharding.units.wrap_policy import select_units
+from fsdp_core.rehearsal.step_marks import StepMarks
 
 __all__ = ["Rehearsal", "RehearsedRun", "rehearse_fit"]
-
-#: The optimizer steps of a rehearsal. In the first, optimizers allocate their state; the second is measured.
-STEPS = 2
-
 
 @dataclass(frozen=True, kw_only=True)
 class RehearsedRun:
@@ -103,7 +99,7 @@ def rehearse_fit(run: RehearsedRun) -> Rehearsal:
         memory.take(module.buffers(), "buffers")
         numel = sum(parameter.numel() for parameter in module.parameters())
         batches = _FakeBatches(run.batch, run.batches, fake_mode, memory, values)
-        marks = _Marks(memory)
+        marks = StepMarks(memory)
         trainer = _trainer(run, marks)
         try:
             trainer.fit(module, batches)
@@ -176,85 +172,6 @@ class _FakeBatches:
         self._values.know(fake, tensor)
         self._memory.take([fake], "batch")
         return fake
-
-
-class _Marks(pl.Callback):
-    """Tells the memory mode where in a step the run is, and ends it after two optimizer steps."""
-
-    def __init__(self, memory: MemoryMode) -> None:
-        self._memory = memory
-        self._handles: list[Any] = []
-        self._steps_before = 0
-
-    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        memory = self._memory
-        memory.take(module.parameters(), "parameters")
-        names = {submodule: name for name, submodule in module.named_modules()}
-        sharded = getattr(trainer.strategy, "sharded_or_none", None)
-        unit_names = sharded.plan.units if sharded is not None else [names[unit] for unit in select_units(module, "auto")]
-        units = {module.get_submodule(name): name for name in unit_names}
-        for unit, name in units.items():
-            self._handles.append(unit.register_forward_pre_hook(_entering(memory, name)))
-            self._handles.append(unit.register_forward_hook(_leaving(memory), always_call=True))
-
-    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        memory = self._memory
-        if trainer.global_step == STEPS - 1 and self._steps_before != trainer.global_step:
-            self._classify(trainer, module)
-            memory.begin_step()
-        self._steps_before = trainer.global_step
-        memory.phase = "forward"
-
-    def on_before_backward(self, trainer: pl.Trainer, module: pl.LightningModule, loss: Tensor) -> None:
-        self._memory.phase = "backward"
-
-    def on_after_backward(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self._memory.phase, self._memory.module = "between", ""
-        self._classify(trainer, module)
-
-    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
-        self._classify(trainer, module)
-        self._memory.phase = "optimizer"
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self._memory.phase = "between"
-        self._classify(trainer, module)
-        if trainer.global_step >= STEPS:
-            trainer.should_stop = True
-
-    def _classify(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Say what storages hold, as far as optimizers and parameters show it now."""
-        memory = self._memory
-        for optimizer in trainer.optimizers:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            memory.take(parameters, "parameters")
-            memory.take([p.grad for p in parameters if p.grad is not None], "gradients")
-            for state in optimizer.state.values():
-                memory.take([value for value in state.values() if isinstance(value, Tensor)], "optimizer state")
-        memory.take(module.buffers(), "buffers")
-
-    def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-
-def _entering(memory: MemoryMode, name: str) -> Callable[..., None]:
-    def enter(module: nn.Module, args: Any) -> None:
-        memory.module = name
-        memory.recomputing = memory.phase == "backward"
-
-    return enter
-
-
-def _leaving(memory: MemoryMode) -> Callable[..., None]:
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        memory.recomputing = False
-        if memory.phase != "backward":
-            memory.module = ""
-
-    return leave
 
 
 @contextmanager
