@@ -1,4 +1,4 @@
-"""The strategies and options that are worth a rehearsal, from the one that costs least to the one that needs least memory."""
+"""The strategies and options that are worth a rehearsal."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def collective_of(func: Any, args: Sequence[Any], result: Any) -> Collective | N
         given = [*received, *(tensor for tensor in tree_leaves(args[0]) if isinstance(tensor, Tensor))]
     if not given:
         return None
-    sizes = [sum(tensor.nbytes for tensor in received), sum(tensor.nbytes for tensor in given) ]
+    sizes = [sum(tensor.nbytes for tensor in received), sum(tensor.nbytes for tensor in given)]
     whole = max(sizes[0], sizes[1] - sizes[0])
     ranks = group.size() if group is not None else max(1, whole // max(1, min(tensor.nbytes for tensor in given)))
     return Collective(name, whole, ranks, given[0].device.type, received)
@@ -118,11 +118,12 @@ def _group_of(args: Sequence[Any]) -> ProcessGroup | None:
     for argument in args:
         if isinstance(argument, torch.ScriptObject):
             try:
-                return ProcessGroup.unbox(argument)
+                group: ProcessGroup = ProcessGroup.unbox(argument)
             except RuntimeError:  # a reduction or another object
                 continue
+            return group
         if isinstance(argument, str):
-            group = group_named(argument)
-            if group is not None:
-                return group
+            named: ProcessGroup | None = group_named(argument)
+            if named is not None:
+                return named
     return None

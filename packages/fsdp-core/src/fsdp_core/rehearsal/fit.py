@@ -7,7 +7,7 @@ import gc
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import Strategy
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
@@ -27,6 +27,7 @@ from fsdp_core.rehearsal.modules_on_fakes import fakes_allowed
 from fsdp_core.rehearsal.step_marks import StepMarks
 
 __all__ = ["Rehearsal", "RehearsedRun", "rehearse_fit"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class RehearsedRun:
@@ -167,8 +168,8 @@ class _FakeBatches:
             yield tree_map_only(Tensor, self._fake, self._batch)
 
     def _fake(self, tensor: Tensor) -> Tensor:
-        fake = self._fake_mode.from_tensor(tensor, static_shapes=True)
-        fake = fake.clone()  # each batch has memory of its own
+        # each batch has memory of its own
+        fake = self._fake_mode.from_tensor(tensor, static_shapes=True).clone()
         self._values.know(fake, tensor)
         self._memory.take([fake], "batch")
         return fake

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.mesh import MeshAxis
@@ -35,7 +36,7 @@ def imagined_world(rank: int, world_size: int) -> Iterator[None]:
             "torch.distributed.destroy_process_group()."
         )
     register_fake_backend()
-    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
+    dist.init_process_group("fake", store=HashStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:

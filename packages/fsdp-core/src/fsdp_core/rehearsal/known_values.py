@@ -1,8 +1,8 @@
 """The values that a rehearsal has: integers and masks of the batch are computed, all else is assumed and told.
 
-A fake tensor has no values. Code that asks for them (``if loss > 3``, ``mask.nonzero()``, ``lengths.max().item()``) gets
-the real answer where it follows from integers of the real batch, which are computed beside the fakes. Elsewhere it gets
-an assumption, which the report shows with the line that has asked.
+A fake tensor has no values. Code that asks for them (``if loss > 3``, ``mask.nonzero()``, ``lengths.max().item()``)
+gets the real answer where it follows from integers of the real batch, which are computed beside the fakes. Elsewhere
+it gets an assumption, which the report shows with the line that has asked.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import functools
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,7 @@ class KnownValues(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.assumptions: Counter[Assumption] = Counter()
         self._real_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._operator_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # that has made a bool
@@ -97,7 +97,9 @@ class KnownValues(TorchDispatchMode):
         Raises:
             KeyError: One of the tensors has no known values.
         """
-        return tree_map_only(Tensor, lambda tensor: self._real_of[tensor] if tensor in self._real_of else _fail(), value)
+        return tree_map_only(
+            Tensor, lambda tensor: self._real_of[tensor] if tensor in self._real_of else _fail(), value
+        )
 
     def _compute_beside(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Compute what an operator returns, where all of its arguments are known."""
@@ -136,8 +138,9 @@ class KnownValues(TorchDispatchMode):
     def item(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The value of a tensor with one element."""
         (tensor,) = args
-        with suppress(KeyError):
-            return self._real(tensor).item()
+        if tensor in self._real_of:
+            with no_dispatch():
+                return self._real_of[tensor].item()
         constant = getattr(tensor, "constant", None)  # torch keeps the value of torch.tensor(3)
         if constant is not None:
             return constant.item()
@@ -163,7 +166,7 @@ class KnownValues(TorchDispatchMode):
         real = self._known_result(func, args, kwargs)
         if real is None:
             self.assume("all elements of a mask are set")
-            return tensor.new_empty((tensor.numel(), tensor.dim()), dtype=torch.int64)
+            return _empty(tensor, (tensor.numel(), tensor.dim()))
         return self._fake_of(tensor, real)
 
     def unique(self, func: Any, args: Any, kwargs: Any) -> tuple[Tensor, ...]:
@@ -173,23 +176,25 @@ class KnownValues(TorchDispatchMode):
         if reals is not None:
             return tuple(self._fake_of(tensor, real) for real in reals)
         self.assume("no two values are equal")
-        indices = tensor.new_empty(tensor.shape, dtype=torch.int64)
-        return tensor.new_empty(tensor.numel()), indices, tensor.new_empty(tensor.numel(), dtype=torch.int64)
+        count = (tensor.numel(),)
+        return _empty(tensor, count, tensor.dtype), _empty(tensor, tensor.shape), _empty(tensor, count)
 
     def masked_select(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         """The elements that a mask selects: all of them, if it is not known."""
         tensor, mask = args
-        count = torch.broadcast_shapes(tensor.shape, mask.shape).numel()
-        with suppress(KeyError):
-            real_mask = self._real(mask)
-            return tensor.new_empty((int(real_mask.expand(torch.broadcast_shapes(tensor.shape, mask.shape)).sum()),))
-        self.assume("all elements of a mask are set")
-        return tensor.new_empty((count,))
+        shape = torch.broadcast_shapes(tensor.shape, mask.shape)
+        if mask in self._real_of:
+            with no_dispatch():
+                count = int(self._real_of[mask].expand(shape).sum())
+        else:
+            self.assume("all elements of a mask are set")
+            count = shape.numel()
+        return _empty(tensor, (count,), tensor.dtype)
 
     def index(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Indexing, in which masks become the indices of what they select."""
         position = 1
-        indices = []
+        indices: list[Any] = []
         for index in args[position]:
             if index is not None and index.dtype in (torch.bool, torch.uint8):
                 indices += self.nonzero(_aten.nonzero.default, (index,), {}).unbind(1)
@@ -218,7 +223,7 @@ class KnownValues(TorchDispatchMode):
         if size is None:
             self.assume("counts of repetitions are 1")
             size = args[0].numel()
-        return args[0].new_empty((size,), dtype=torch.int64)
+        return _empty(args[0], (size,))
 
     def bincount(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         """How often each integer occurs: of ``minlength`` integers, if the values are not known."""
@@ -227,7 +232,7 @@ class KnownValues(TorchDispatchMode):
             return self._fake_of(args[0], real)
         length = kwargs.get("minlength", args[2] if len(args) > 2 else 0) or 1
         self.assume(f"values are below {length}")
-        return args[0].new_empty((length,), dtype=torch.int64)
+        return _empty(args[0], (length,))
 
     def _known_result(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What an operator returns on the real values; ``None`` if they are not known."""
@@ -239,7 +244,7 @@ class KnownValues(TorchDispatchMode):
             return func(*real_args, **_on_cpu(real_kwargs))
 
     def _fake_of(self, like: Tensor, real: Tensor) -> Tensor:
-        fake = like.new_empty(real.shape, dtype=real.dtype)
+        fake = _empty(like, real.shape, real.dtype)
         self.know(fake, real)
         return fake
 
@@ -257,10 +262,10 @@ class KnownValues(TorchDispatchMode):
     def __enter__(self) -> Any:
         self._arrays = _arrays_of_fakes(self)
         self._arrays.__enter__()
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._arrays.__exit__(*error)
 
 
@@ -290,7 +295,7 @@ def _arrays_of_fakes(values: KnownValues) -> Iterator[None]:
         array = values.to_numpy(tensor)
         return array if dtype is None else array.astype(dtype)
 
-    FakeTensor.numpy = numpy  # type: ignore[method-assign]
+    FakeTensor.numpy = numpy  # type: ignore[method-assign,assignment]
     FakeTensor.__array__ = as_array  # type: ignore[method-assign]
     try:
         yield
@@ -299,12 +304,17 @@ def _arrays_of_fakes(values: KnownValues) -> Iterator[None]:
         del FakeTensor.__array__
 
 
+def _empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
+    """A fake tensor on the device of another one."""
+    return like.new_empty(tuple(shape), dtype=dtype)
+
+
 def _fail() -> Any:
     raise KeyError
 
 
 def _is_unfilled(func: Any) -> bool:
-    return func._overloadpacket.__name__.startswith(("empty", "new_empty"))
+    return str(func._overloadpacket.__name__).startswith(("empty", "new_empty"))
 
 
 def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:

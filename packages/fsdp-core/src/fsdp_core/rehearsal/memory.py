@@ -187,7 +187,7 @@ class MemoryMode(TorchDispatchMode):
         Args:
             reduces_in_a_copy: Whether a reduce-scatter allocates as much as its input while it runs, as gloo's does.
         """
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.phase: Phase = "set-up"
         self.module = ""
         self.recomputing = False
@@ -253,11 +253,11 @@ class MemoryMode(TorchDispatchMode):
 
         self._fake_mode = active_fake_mode()
         self._contexts.enter_context(_resizing_noticed(self._resized))
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: object) -> None:
         self._contexts.close()
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from torch._guards import active_fake_mode
@@ -305,7 +305,7 @@ class _ResizingNoticed(AbstractContextManager[None]):
             notice(storage)
             return result
 
-        UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
 
     def __exit__(self, *error: object) -> None:
         UntypedStorage.resize_ = self._original  # type: ignore[method-assign]
@@ -321,7 +321,7 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
         tensor: Any tensor.
     """
     if isinstance(tensor, DTensor):
-        yield from plain_tensors(tensor.to_local() if False else tensor._local_tensor)
+        yield from plain_tensors(tensor._local_tensor)
     elif hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, torch._subclasses.FakeTensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from plain_tensors(getattr(tensor, name))

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.utils._mode_utils import no_dispatch
@@ -36,7 +37,9 @@ def fakes_allowed(values: KnownValues) -> Iterator[None]:
         converted: dict[int, tuple[Tensor, Tensor]] = {}
         contexts.enter_context(_replaced(nn.Module, "_apply", lambda _: _apply_to_fakes(converted)))
         contexts.enter_context(_added(FakeTensor, "__deepcopy__", _copy_fake))
-        contexts.enter_context(_replaced(distributed, "_verify_param_shape_across_processes", lambda _: _compare_nothing))
+        contexts.enter_context(
+            _replaced(distributed, "_verify_param_shape_across_processes", lambda _: _compare_nothing)
+        )
         contexts.enter_context(_replaced(flat_param, "_data_ptr_allocated", lambda _: _has_bytes))
         contexts.enter_context(_replaced(DistributedDataParallel, "__init__", _with_own_reduction))
         yield
@@ -52,13 +55,14 @@ def _with_own_reduction(build: Callable[..., None]) -> Callable[..., None]:
         return reduced
 
     # torch compares the annotations with its classes, and these are strings here
-    reduce.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
+    reduce.__annotations__ = {"bucket": GradBucket, "return": torch.futures.Future[Tensor]}
 
     @functools.wraps(build)
     def build_with_reduction(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
         self.register_comm_hook(self.process_group, reduce)
-        self.reducer = _ReducerWithFirstBuckets(self.reducer)
+        first_buckets: Any = _ReducerWithFirstBuckets(self.reducer)
+        self.reducer = first_buckets
 
     return build_with_reduction
 
@@ -140,7 +144,9 @@ def _apply_to_fakes(converted: dict[int, tuple[Tensor, Tensor]]) -> Callable[...
     return apply
 
 
-def _convert(tensor: Tensor, function: Callable[[Tensor], Tensor], converted: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
+def _convert(
+    tensor: Tensor, function: Callable[[Tensor], Tensor], converted: dict[int, tuple[Tensor, Tensor]]
+) -> Tensor:
     if id(tensor) in converted:
         return converted[id(tensor)][1]
     with torch.no_grad():

@@ -6,8 +6,8 @@ import multiprocessing
 import os
 import signal
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -105,7 +105,7 @@ def rehearse_candidate(fit: CaughtFit, candidate: Candidate, rank: int = 0) -> O
 
 
 def _rehearse(fit: CaughtFit, candidate: Candidate, rank: int) -> Outcome:
-    facts = {"written": candidate.written, "strategy": candidate.strategy, "ranks": candidate.ranks}
+    facts: dict[str, Any] = {"written": candidate.written, "strategy": candidate.strategy, "ranks": candidate.ranks}
     try:
         rehearsal = rehearse_fit(
             RehearsedRun(
@@ -139,7 +139,7 @@ def _outcome(facts: Mapping[str, Any], rehearsal: Rehearsal) -> Outcome:
     return Outcome(
         **facts,
         peak_bytes=peak.nbytes,
-        by_content=dict(peak.by_content),
+        by_content={str(content): nbytes for content, nbytes in peak.by_content.items()},
         phase=peak.phase,
         module=peak.module,
         sent_bytes=sum(sent for _, sent in totals.values()),

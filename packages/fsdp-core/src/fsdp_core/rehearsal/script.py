@@ -1,4 +1,4 @@
-"""Runs a user's script up to its ``Trainer.fit``, and takes what would be trained: the module, a batch, the arguments."""
+"""Runs a user's script up to its ``Trainer.fit``, and takes what it would train: module, batch and arguments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import runpy
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -151,7 +151,14 @@ def _fits_caught(caught: _Caught, patience: float) -> Iterator[None]:
         kept["callbacks"] = list(given["callbacks"])
         build(self, **{**kept, **own})
 
-    def fit_(self: pl.Trainer, model: Any, train_dataloaders: Any = None, val_dataloaders: Any = None, datamodule: Any = None, **rest: Any) -> None:
+    def fit_(
+        self: pl.Trainer,
+        model: Any,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: Any = None,
+        **rest: Any,
+    ) -> None:
         if isinstance(train_dataloaders, pl.LightningDataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         frame = sys._getframe(1)
@@ -171,7 +178,7 @@ def _fits_caught(caught: _Caught, patience: float) -> Iterator[None]:
             )
         )
 
-    pl.Trainer.__init__, pl.Trainer.fit = __init__, fit_  # type: ignore[method-assign]
+    pl.Trainer.__init__, pl.Trainer.fit = __init__, fit_  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
@@ -226,6 +233,3 @@ def _first_batch(loader: Any, patience: float) -> Any:
     if isinstance(batch, BaseException):
         raise batch
     return batch
-
-
-_Builder = Callable[[], pl.LightningModule]

@@ -1,4 +1,4 @@
-"""Tells the memory mode where in a training step a Trainer is, and what the tensors are that optimizers and modules hold."""
+"""Tells the memory mode where in a step a Trainer is, and what the tensors of modules and optimizers are."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class StepMarks(pl.Callback):
         memory.take(module.parameters(), "parameters")
         names = {submodule: name for name, submodule in module.named_modules()}
         sharded = getattr(trainer.strategy, "sharded_or_none", None)
-        unit_names = sharded.plan.units if sharded is not None else [names[unit] for unit in select_units(module, "auto")]
+        unit_names = (
+            sharded.plan.units if sharded is not None else [names[unit] for unit in select_units(module, "auto")]
+        )
         units = {module.get_submodule(name): name for name in unit_names}
         for unit, name in units.items():
             self._handles.append(unit.register_forward_pre_hook(_entering(memory, name)))

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 # Functional collectives name their group; no public function finds it.
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 # FSDP1 asks whether memory is allocated by its address; a fake tensor has none.
 from torch.distributed.fsdp import _flat_param as flat_param

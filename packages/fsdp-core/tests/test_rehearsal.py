@@ -1,0 +1,229 @@
+"""A rehearsal: memory of operations, values that are known or assumed, scripts whose fit is caught, and the command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fsdp_core.cli.plan import parse_size
+from fsdp_core.errors import ShardingError
+from fsdp_core.rehearsal.collectives import Collective, total_sent
+from fsdp_core.rehearsal.known_values import KnownValues
+from fsdp_core.rehearsal.memory import MemoryMode
+from fsdp_core.rehearsal.planning import Outcome, ranked
+from fsdp_core.rehearsal.script import fits_of_script
+from fsdp_core.testing.refusals import assert_says
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_memory_of_operations() -> None:
+    with MemoryMode() as memory:
+        memory.take([weight := torch.ones(4)], "parameters")
+        memory.begin_step()
+        memory.phase = "forward"
+        activation = weight * 2
+        view = activation[:2]
+        memory.phase, memory.module = "backward", "blocks.1"
+        gradient = torch.zeros(4)
+        del activation
+        assert memory.step.changes[-1].delta > 0  # the view still holds the storage
+        del view
+        memory.take([gradient], "gradients")
+        gradient.untyped_storage().resize_(0)
+    peak = memory.step.peak("cpu")
+    assert (peak.nbytes, peak.phase, peak.module) == (48, "backward", "blocks.1")
+    assert peak.by_content == {"parameters": 16, "activations": 16, "gathered parameters": 16}  # as it was resized
+    *_, (_, _, _, left) = memory.step.curve("cpu")
+    assert {content: nbytes for content, nbytes in left.items() if nbytes} == {"parameters": 16}
+
+
+@pytest.mark.parametrize(
+    ("name", "sent"),
+    [("all-gather", 75), ("reduce-scatter", 75), ("all-reduce", 150), ("broadcast", 100), ("all-to-all", 75)],
+)
+def test_bytes_that_a_rank_sends(name: Any, sent: int) -> None:
+    one = Collective(name, nbytes=100, ranks=4, device="cpu")
+    assert total_sent([one, one]) == {name: (2, 2 * sent)}
+    assert Collective(name, nbytes=100, ranks=1, device="cpu").sent == 0
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+KNOWN = torch.tensor([3, 0, 5, 5])
+
+#: By name: what is asked of a tensor of integers that is known, and of one of floats, which is not; the answer to each.
+QUESTIONS: dict[str, tuple[Callable[[Tensor], Any], Any, Any]] = {
+    "item": (lambda x: x.max().item(), 5, 1.0),
+    "condition": (lambda x: bool((x > 4).any()), True, False),
+    "comparison": (lambda x: bool(x.sum() > 12), True, True),
+    "nonzero": (lambda x: len(x.nonzero()), 3, 4),
+    "mask": (lambda x: tuple(x[x > 3].shape), (2,), (4,)),
+    "mask of a dimension": (lambda x: tuple(torch.zeros(4, 7)[x > 3].shape), (2, 7), (4, 7)),
+    "masked_select": (lambda x: len(x.masked_select(x > 3)), 2, 4),
+    "unique": (lambda x: len(x.unique()), 3, 4),
+    "equal": (lambda x: torch.equal(x, x + 0), True, True),
+    "list": (lambda x: x.tolist(), [3, 0, 5, 5], [1.0] * 4),
+    "array": (lambda x: x.detach().numpy().sum(), 13, 0.0),
+    "written": (lambda x: x.clone().fill_(2).sum().item(), 8, 1.0),
+    "repetitions": (lambda x: len(torch.arange(4).repeat_interleave(x.long())), 13, 4),
+}
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_integers_are_computed_and_floats_assumed(name: str, is_known: bool) -> None:
+    ask, known, assumed = QUESTIONS[name]
+    values = KnownValues()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    real = KNOWN if is_known else KNOWN.float()
+    with mode, values:
+        fake = mode.from_tensor(real)
+        values.know(fake, real)
+        assert ask(fake) == (known if is_known else assumed)
+    is_assumed = any(assumption.where.startswith(__file__) for assumption in values.assumptions)
+    assert is_assumed is (not is_known)
+
+
+def test_an_integer_that_floats_were_written_to_is_not_known_any_more() -> None:
+    values = KnownValues()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, values:
+        fake = mode.from_tensor(KNOWN)
+        values.know(fake, KNOWN)
+        fake.copy_(torch.rand(4))
+        assert fake.max().item() == 1
+    assert values.assumptions
+
+
+def test_a_loop_that_runs_until_a_value_is_small_ends() -> None:
+    values = KnownValues()
+    with FakeTensorMode(), values:
+        error = torch.rand(1)
+        times = 0
+        while error > 0.1:
+            times += 1
+    assert 0 < times < 10
+
+
+# -- scripts -----------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+import lightning as L, torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch).square().mean()
+        if torch.isnan(loss):
+            raise ValueError("diverged")
+        return loss
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters())
+        steps = self.trainer.estimated_stepping_batches
+        return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=int(steps))]
+
+if __name__ == "__main__":
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    loader = DataLoader(torch.ones(32, 8), batch_size=int(sys.argv[1]))
+    trainer = L.Trainer(max_epochs=3, strategy="ddp", devices=2, callbacks=[L.Callback()], **quiet)
+    trainer.fit(Net(), loader)
+    print("the script has ended")
+"""
+
+
+def written(folder: Path, source: str) -> str:
+    path = folder / "train.py"
+    path.write_text(dedent(source))
+    return str(path)
+
+
+def test_a_script_runs_up_to_its_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (fit,) = fits_of_script(written(tmp_path, SCRIPT), ["4"])
+    assert type(fit.module).__name__ == "Net"
+    assert fit.batch.shape == (4, 8)
+    assert fit.batches == 8
+    assert fit.left_out == ["Callback"]
+    assert fit.where.endswith("train.py:25")
+    assert fit.trainer_arguments == {"max_epochs": 3}
+    assert "the script has ended" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("print(1)", ["ended before it has called Trainer.fit()", "Give the arguments"]),
+        ("import sys; sys.exit(2)", ["ended with status 2"]),
+        ("raise KeyError('data')", ["raised KeyError: 'data'"]),
+        (SCRIPT.replace("torch.ones(32, 8)", "torch.ones(0, 8)"), ["the train loader is empty"]),
+        (
+            SCRIPT.replace("DataLoader(torch.ones(32, 8), batch_size=int(sys.argv[1]))", "Slow()").replace(
+                "class Net", "import time\nclass Slow:\n    def __iter__(self):\n        time.sleep(5)\n\nclass Net"
+            ),
+            ["has given no batch in 0.2 s", "--patience"],
+        ),
+    ],
+)
+def test_scripts_without_a_fit_to_rehearse(tmp_path: Path, source: str, words: list[str]) -> None:
+    with pytest.raises(ShardingError) as raised:
+        list(fits_of_script(written(tmp_path, source), ["4"], patience=0.2))
+    assert_says(str(raised.value), *words)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def run_plan(*words: str, status: int = 0) -> str:
+    command = [sys.executable, "-m", "fsdp_core", "plan", *words]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == status, run.stderr
+    return run.stdout
+
+
+def test_plan_shows_what_a_script_needs(tmp_path: Path) -> None:
+    path = written(tmp_path, SCRIPT)
+    plan = json.loads(run_plan("--json", "--devices", "2", "--memory", "1GiB", path, "4"))
+    (fit,) = plan["fits"]
+    by_strategy = {row["strategy"]: row for row in fit["plans"]}
+    numel = 8 * 64 + 64 + 64 + 1
+    assert by_strategy["auto"]["parameters"] == numel
+    assert by_strategy["auto"]["by_content"]["optimizer state"] >= 2 * 4 * numel
+    assert by_strategy["ddp"]["calls"] == {"all-reduce": 1}
+    assert all(row["fits"] for row in fit["plans"])
+    assert by_strategy["ddp"]["assumptions"] == [["a condition is False", f"{path}:13", 2]]
+
+
+def test_plan_says_if_nothing_fits(tmp_path: Path) -> None:
+    output = run_plan("--memory", "1kB", written(tmp_path, SCRIPT), "4", status=3)
+    assert_says(output, "Nothing fits", "accumulate_grad_batches", 'strategy="auto"')
+
+
+@pytest.mark.parametrize(("text", "size"), [("80GiB", 80 * 2**30), ("1.5 kB", 1500), ("7", 7)])
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+def test_what_fits_comes_first_and_then_what_sends_least() -> None:
+    facts: dict[str, Any] = {"strategy": "s", "ranks": 2}
+    sends_more = Outcome(written="sends more", peak_bytes=8, sent_bytes=2, **facts)
+    sends_less = Outcome(written="sends less", peak_bytes=9, sent_bytes=1, **facts)
+    too_large = Outcome(written="too large", peak_bytes=12, **facts)
+    largest = Outcome(written="largest", peak_bytes=20, **facts)
+    failed = Outcome(written="failed", error="TypeError", **facts)
+    in_order = ranked([failed, largest, sends_more, too_large, sends_less], memory=10)
+    assert [outcome.written for outcome in in_order] == ["sends less", "sends more", "too large", "largest", "failed"]
