@@ -9,9 +9,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils._pytree import tree_leaves
 
-from fsdp_core.rehearsal.torch_private import group_named
+from fsdp_core.torch_private.fake_tensors import group_named, operator_name, tree_leaves
 
 __all__ = ["Collective", "CollectiveName", "collective_of", "total_sent"]
 
@@ -94,7 +93,7 @@ def collective_of(func: Any, args: Sequence[Any], result: Any) -> Collective | N
     """
     if func.namespace not in ("c10d", "_c10d_functional", "_dtensor"):
         return None
-    operator = func._schema.name.partition("::")[2].lstrip("_")
+    operator = operator_name(func).lstrip("_")
     name = next((name for start, name in _NAMES if operator.startswith(start)), None)
     if name is None:  # a barrier, or a wait
         return None

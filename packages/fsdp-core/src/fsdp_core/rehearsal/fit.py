@@ -13,11 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
-from torch.utils._pytree import tree_map_only
 
 from fsdp_core.lightning.strategy import ShardedStrategy
 from fsdp_core.rehearsal.imagined_ranks import ImaginedEnvironment, ImaginedRuntime, imagined_world
@@ -25,6 +22,8 @@ from fsdp_core.rehearsal.known_values import Assumption, KnownValues
 from fsdp_core.rehearsal.memory import MemoryMode, StepRecord
 from fsdp_core.rehearsal.modules_on_fakes import fakes_allowed
 from fsdp_core.rehearsal.step_marks import StepMarks
+from fsdp_core.torch_private.fake_tensors import FakeCopyMode, FakeTensorMode, tree_map_only
+from fsdp_core.torch_private.tensors import is_fake
 
 __all__ = ["Rehearsal", "RehearsedRun", "rehearse_fit"]
 
@@ -143,7 +142,7 @@ def _trainer(run: RehearsedRun, marks: pl.Callback) -> pl.Trainer:
 
 
 def _with_fake_tensors(module: pl.LightningModule, fake_mode: FakeTensorMode) -> pl.LightningModule:
-    if all(isinstance(tensor, torch._subclasses.FakeTensor) for tensor in (*module.parameters(), *module.buffers())):
+    if all(is_fake(tensor) for tensor in (*module.parameters(), *module.buffers())):
         return module
     with FakeCopyMode(fake_mode):
         return copy.deepcopy(module)

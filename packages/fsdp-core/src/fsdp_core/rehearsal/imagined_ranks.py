@@ -12,8 +12,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.mesh import MeshAxis
-from fsdp_core.rehearsal.torch_private import register_fake_backend
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
+from fsdp_core.torch_private.fake_tensors import register_fake_backend
 
 __all__ = ["ImaginedEnvironment", "ImaginedRuntime", "imagined_world"]
 

@@ -18,11 +18,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from fsdp_core.torch_private.fake_tensors import (
+    ITEM,
+    UNIQUE,
+    FakeTensor,
+    is_mutable,
+    no_dispatch,
+    operator_name,
+    tree_leaves,
+    tree_map_only,
+)
+from fsdp_core.torch_private.tensors import TorchDispatchMode
 
 __all__ = ["Assumption", "KnownValues"]
 
@@ -106,7 +114,7 @@ class KnownValues(TorchDispatchMode):
         results = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
         for value in results:
             if value.dtype is torch.bool and value.dim() == 0:
-                self._operator_of[value] = func._overloadpacket.__name__
+                self._operator_of[value] = operator_name(func)
         is_small = all(not r.is_floating_point() and not r.is_complex() and r.numel() <= _MAX_NUMEL for r in results)
         arguments = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         try:
@@ -119,7 +127,7 @@ class KnownValues(TorchDispatchMode):
             for value, real in zip(results, reals, strict=True):
                 self._real_of[value] = real
         except Exception:
-            if func._schema.is_mutable:  # what was known of it is no longer so
+            if is_mutable(func):  # what was known of it is no longer so
                 for tensor in arguments[:1]:
                     self._real_of.pop(tensor, None)
 
@@ -272,9 +280,9 @@ class KnownValues(TorchDispatchMode):
 _Answer = Callable[[KnownValues, Any, Any, Any], Any]
 
 _ANSWERS: dict[Any, _Answer] = {
-    _aten._local_scalar_dense.default: KnownValues.item,
+    ITEM: KnownValues.item,
     _aten.nonzero.default: KnownValues.nonzero,
-    _aten._unique2.default: KnownValues.unique,
+    UNIQUE: KnownValues.unique,
     _aten.masked_select.default: KnownValues.masked_select,
     _aten.index.Tensor: KnownValues.index,
     _aten.equal.default: KnownValues.equal,
@@ -314,7 +322,7 @@ def _fail() -> Any:
 
 
 def _is_unfilled(func: Any) -> bool:
-    return str(func._overloadpacket.__name__).startswith(("empty", "new_empty"))
+    return operator_name(func).startswith(("empty", "new_empty"))
 
 
 def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:

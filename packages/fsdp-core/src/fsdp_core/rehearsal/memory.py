@@ -13,14 +13,14 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-import torch
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fsdp_core.gradients.clipping import local_tensor
 from fsdp_core.rehearsal.collectives import Collective, collective_of
+from fsdp_core.torch_private.fake_tensors import active_fake_mode, tree_leaves
+from fsdp_core.torch_private.tensors import TorchDispatchMode, is_fake
 
 __all__ = ["Content", "MemoryMode", "Peak", "Phase", "StepRecord", "plain_tensors"]
 
@@ -249,8 +249,6 @@ class MemoryMode(TorchDispatchMode):
     # -- operations ------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Any:
-        from torch._guards import active_fake_mode
-
         self._fake_mode = active_fake_mode()
         self._contexts.enter_context(_resizing_noticed(self._resized))
         return super().__enter__()  # type: ignore[no-untyped-call]
@@ -260,8 +258,6 @@ class MemoryMode(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from torch._guards import active_fake_mode
-
         if any(t is DTensor for t in types):
             return NotImplemented  # its operations on local tensors come here
         result = func(*args, **(kwargs or {}))
@@ -321,8 +317,8 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
         tensor: Any tensor.
     """
     if isinstance(tensor, DTensor):
-        yield from plain_tensors(tensor._local_tensor)
-    elif hasattr(tensor, "__tensor_flatten__") and not isinstance(tensor, torch._subclasses.FakeTensor):
+        yield from plain_tensors(local_tensor(tensor.detach()))
+    elif hasattr(tensor, "__tensor_flatten__") and not is_fake(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from plain_tensors(getattr(tensor, name))
     else:

@@ -10,15 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel, distributed
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_map_only
 
 from fsdp_core.rehearsal.known_values import KnownValues
-from fsdp_core.rehearsal.torch_private import flat_param
+from fsdp_core.torch_private.fake_tensors import FakeTensor, flat_param, no_dispatch, tree_map_only
 
 __all__ = ["fakes_allowed"]
 

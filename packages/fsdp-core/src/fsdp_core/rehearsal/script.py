@@ -17,6 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from fsdp_core.errors import ShardingError
+from fsdp_core.state.fqn import unwrap_compiled
 
 __all__ = ["CaughtFit", "fits_of_script"]
 
@@ -162,7 +163,7 @@ def _fits_caught(caught: _Caught, patience: float) -> Iterator[None]:
         if isinstance(train_dataloaders, pl.LightningDataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         frame = sys._getframe(1)
-        module = getattr(model, "_orig_mod", model)  # of torch.compile
+        module: Any = unwrap_compiled(model)
         started = time.perf_counter()
         loader = _loader_of(self, module, train_dataloaders, datamodule)
         batch = _first_batch(loader, patience)
