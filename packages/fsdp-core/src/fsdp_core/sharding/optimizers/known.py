@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["COMPUTES_HESSIAN", "ELEMENTWISE", "REFUSED", "is_of_torch", "is_right_over_shards"]
+__all__ = ["COMPUTES_HESSIAN", "ELEMENTWISE", "NEEDS_MATRICES", "REFUSED", "is_of_torch", "is_right_over_shards"]
 
 #: Each element is updated by itself: right over any shards. Subclasses may do something else.
 ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
@@ -23,6 +23,9 @@ ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
         torch.optim.SGD,
     }
 )
+
+#: By class name, those that a trial finds to look at whole matrices. A rehearsal has no values to try them on.
+NEEDS_MATRICES = frozenset({"Muon"})
 
 #: What is said of optimizers that need gradients with a graph.
 COMPUTES_HESSIAN = (

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fsdp_core.errors import OptimizerMismatchError, first_line
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.optimizers.copying import keeps_parameters, requires_closure, takes_closure
-from fsdp_core.sharding.optimizers.known import COMPUTES_HESSIAN, REFUSED, is_of_torch, is_right_over_shards
+from fsdp_core.sharding.optimizers.known import COMPUTES_HESSIAN, NEEDS_MATRICES, REFUSED, is_of_torch, is_right_over_shards
 from fsdp_core.sharding.optimizers.observed_communication import Communicates, ObservedCommunication
 from fsdp_core.sharding.optimizers.small_params import (
     Specs,
@@ -83,6 +83,8 @@ def check_steps(
     name = type(optimizer).__name__
     if name in REFUSED:
         raise OptimizerMismatchError(f"{name} {REFUSED[name]}")
+    if runtime is not None and runtime.is_rehearsed:
+        return owners and name in NEEDS_MATRICES
     specs = {p: spec_of(p, layout) for group in optimizer.param_groups for p in group["params"] if p in layout}
     mesh = next((spec.mesh for spec in specs.values() if spec.mesh is not None), None)
     if mesh is None and not any(spec.is_flat for spec in specs.values()):
