@@ -71,6 +71,7 @@ from fsdp_fsdp2.torch_private.parameter_groups import (
     reset_sharded_params,
 )
 from fsdp_fsdp2.user_sharding.built_parameters import follow_building, note_built
+from fsdp_fsdp2.user_sharding.initial_values import materialize_sharded, refuse_changed_on_meta
 from fsdp_fsdp2.user_sharding.parallelize_fn import call_parallelize_fn
 from fsdp_fsdp2.user_sharding.takeover import (
     check_meshes,
@@ -83,7 +84,6 @@ from fsdp_fsdp2.user_sharding.takeover import (
     refuse_options_beside,
     units_of_user,
 )
-from fsdp_fsdp2.user_sharding.values import place_sharded, refuse_changed_on_meta
 
 __all__ = ["FSDP2Backend"]
 
@@ -336,7 +336,7 @@ class FSDP2Backend(Backend):
             self._wrap_forward(module, plan, unit_modules)
         for unit in units:
             if is_by_user:
-                place_sharded(unit.own, module, self.runtime, offloaded_ids)
+                materialize_sharded(unit.own, module, self.runtime, offloaded_ids)
             else:
                 place(unit.own, self.runtime)
             unsharded_params = unit.parameters()

@@ -13,7 +13,7 @@ from torch import Tensor
 from fsdp_core.checkpoint.collective import run_on_all, total
 from fsdp_core.checkpoint.format.manifest import StoredTensor
 from fsdp_core.checkpoint.format.plain_data import decode
-from fsdp_core.checkpoint.storage.joined import Paths, open_places, shown_paths
+from fsdp_core.checkpoint.storage.joined_folder import Paths, open_places, shown_paths
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
 from fsdp_core.checkpoint.storage.plain_json import read_plain
 from fsdp_core.checkpoint.storage.recognition import read_manifest

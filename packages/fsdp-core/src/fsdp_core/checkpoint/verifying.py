@@ -12,7 +12,7 @@ import xxhash
 from fsdp_core.checkpoint.format.chunks import StoredChunk
 from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest, StoredTensor
 from fsdp_core.checkpoint.format.patterns import PatternedChunks
-from fsdp_core.checkpoint.storage.joined import Paths, open_places
+from fsdp_core.checkpoint.storage.joined_folder import Paths, open_places
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
 from fsdp_core.checkpoint.storage.part_recognition import describe_rest
 from fsdp_core.checkpoint.storage.recognition import read_manifest

@@ -78,7 +78,9 @@ def consolidate_checkpoint(ctx: click.Context, /, path: str, out: str, target: s
 
             done = consolidate_safetensors(path, out, **common, **weights)
         elif options["config"] is not None and os.path.isdir(options["config"]):
-            _print_folder(ctx, out, {**options, "dtype": dtype, "overwrite": overwrite, "verify": verify}, path, quiet)
+            _write_pretrained_folder(
+                ctx, out, {**options, "dtype": dtype, "overwrite": overwrite, "verify": verify}, path, quiet
+            )
             return
         else:
             from fsdp_core.checkpoint import consolidate_huggingface
@@ -89,7 +91,7 @@ def consolidate_checkpoint(ctx: click.Context, /, path: str, out: str, target: s
         _print_done(out, done)
 
 
-def _print_folder(ctx: click.Context, out: str, options: dict[str, Any], path: str, quiet: bool) -> None:
+def _write_pretrained_folder(ctx: click.Context, out: str, options: dict[str, Any], path: str, quiet: bool) -> None:
     """Write the folder as transformers stores the model, which needs transformers."""
     from fsdp_core.huggingface import consolidate_pretrained
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fsdp_core import checkpoint as checkpoints
 from fsdp_core.checkpoint.collective import run_on_all
 from fsdp_core.checkpoint.format.state_paths import join_path
-from fsdp_core.checkpoint.storage.joined import Paths, paths_of, shown_paths
+from fsdp_core.checkpoint.storage.joined_folder import Paths, normalize_paths, shown_paths
 from fsdp_core.errors import CheckpointMismatchError, MissingKeyError, OptimizerMismatchError
 from fsdp_core.lightning.checkpoints.begun_accumulation import AccumulatedGradients
 from fsdp_core.lightning.checkpoints.full.file import gather_full
@@ -22,7 +22,7 @@ from fsdp_core.lightning.checkpoints.local_shards import refuse_local_shards
 from fsdp_core.lightning.checkpoints.sharded_or_full import SaveTarget, read_checkpoint, write_file, write_folder
 from fsdp_core.lightning.loaders.fabric_loaders import is_left_out, is_loader, load_loader, loader_state
 from fsdp_core.lightning.outside_steps.forwarding import sharded_in
-from fsdp_core.lightning.outside_steps.redirection import normal_tensors
+from fsdp_core.lightning.outside_steps.redirection import outside_inference_mode
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.fqn import aliases
 from fsdp_core.state.random_state import RandomState, with_runtime
@@ -56,14 +56,14 @@ def owner_of(optimizer: Optimizer, roots: Sequence[Sharded]) -> Sharded:
     )
 
 
-@normal_tensors()
+@outside_inference_mode()
 def module_state(module: nn.Module) -> dict[str, Any]:
     """The state of a module, whether it was set up or not."""
     sharded = sharded_in(module)
     return module.state_dict() if sharded is None else sharded.model_state()
 
 
-@normal_tensors()
+@outside_inference_mode()
 def load_module(module: nn.Module, state: Mapping[str, Any], strict: bool, *, check_only: bool = False) -> None:
     """Restore a module, whether it was set up or not."""
     sharded = sharded_in(module)
@@ -73,7 +73,7 @@ def load_module(module: nn.Module, state: Mapping[str, Any], strict: bool, *, ch
         sharded.load_model_state(state, strict, check_only=check_only)
 
 
-@normal_tensors()
+@outside_inference_mode()
 def save_checkpoint(
     strategy: ShardedFabricStrategy,
     path: str | Path,
@@ -158,7 +158,7 @@ def _warn_of_gradients(strategy: ShardedFabricStrategy, state: dict[str, Any]) -
         )
 
 
-@normal_tensors()
+@outside_inference_mode()
 def load_checkpoint(
     strategy: ShardedFabricStrategy, path_or_paths: Paths, state: Any, strict: bool, weights_only: bool | None
 ) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def load_checkpoint(
     """
     strategy.wait_for_saves()
     with strategy.steps.gradient_guard.while_off():
-        path = strategy.agree_on_path(paths_of(path_or_paths), "load")
+        path = strategy.agree_on_path(normalize_paths(path_or_paths), "load")
         return _load(strategy, path, state, strict, weights_only)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from fsdp_core.errors import CheckpointExistsError, CheckpointValueError, ShardingError
 from fsdp_core.huggingface import LoadedFolder, SavedFolder, load_pretrained, save_adapter, save_pretrained
-from fsdp_core.lightning.outside_steps.redirection import normal_tensors
+from fsdp_core.lightning.outside_steps.redirection import outside_inference_mode
 
 __all__ = ["LoadPretrained", "SavePretrained"]
 
@@ -109,7 +109,7 @@ class SavePretrained(pl.Callback):
         self.written = list(state_dict["written"])
         self._step_saved = state_dict.get("step_saved", -1)
 
-    @normal_tensors()
+    @outside_inference_mode()
     def _save(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> SavedFolder | None:
         if trainer.global_step == self._step_saved or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return None
@@ -186,7 +186,7 @@ class LoadPretrained(pl.Callback):
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._load(trainer, pl_module)
 
-    @normal_tensors()  # validation runs in inference mode, and what is read here is trained later
+    @outside_inference_mode()  # validation runs in inference mode, and what is read here is trained later
     def _load(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         last_module = _loaded_into.get(self)
         is_read = last_module is not None and last_module() is pl_module

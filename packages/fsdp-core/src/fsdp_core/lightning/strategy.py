@@ -13,7 +13,7 @@ from fsdp_core.initialization.sharded_init import check_same_parts
 from fsdp_core.lightning.capability_checks import check_materialization
 from fsdp_core.lightning.constructing import define_constructor
 from fsdp_core.lightning.features.sharded_optimizers import ShardedOptimizers
-from fsdp_core.lightning.outside_steps.redirection import normal_tensors
+from fsdp_core.lightning.outside_steps.redirection import outside_inference_mode
 from fsdp_core.lightning.outside_steps.sharded_modules import announce_shards, guard_module
 from fsdp_core.lightning.strategy_saving import SavingStrategy
 from fsdp_core.sharding.agreement.same_model import check_same, facts_of_options, facts_of_packages
@@ -91,7 +91,7 @@ class ShardedStrategy(SavingStrategy):
         plan = self.backend.plan(module) if reused is None else None
         self._compare_between_ranks(module, plan)
         check_materialization(self.strategy_name, module)
-        with normal_tensors():
+        with outside_inference_mode():
             sharded = self.backend.shard(module, plan)
         if reused is None:
             sharded.strategy_name = self.strategy_name

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 from lightning.fabric.plugins import CheckpointIO
 
 from fsdp_core.checkpoint.async_save import AsyncSaves
-from fsdp_core.checkpoint.storage.joined import shown_paths
+from fsdp_core.checkpoint.storage.joined_folder import shown_paths
 from fsdp_core.errors import CheckpointError, ShardingError, UnsupportedCapabilityError
 from fsdp_core.lightning.capability_checks import check_checkpoint
 from fsdp_core.lightning.checkpoints.sharded_or_full import SaveTarget

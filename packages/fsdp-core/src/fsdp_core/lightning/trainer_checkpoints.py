@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from fsdp_core import checkpoint as checkpoints
 from fsdp_core.checkpoint.collective import run_on_all
-from fsdp_core.checkpoint.storage.joined import Paths, paths_of, shown_paths
+from fsdp_core.checkpoint.storage.joined_folder import Paths, normalize_paths, shown_paths
 from fsdp_core.checkpoint.storage.recognition import holds_ours
 from fsdp_core.errors import CheckpointMismatchError, MissingKeyError
 from fsdp_core.lightning.checkpoints.deferred_copies import choose_deferred
@@ -26,15 +26,15 @@ from fsdp_core.lightning.checkpoints.patched_io import checkpoint_at
 from fsdp_core.lightning.checkpoints.sharded_or_full import (
     SaveTarget,
     io_for,
-    own_exceptions,
     read_checkpoint,
+    unwrap_exceptions_of,
     users_io,
     write_file,
     write_folder,
 )
 from fsdp_core.lightning.features.exact_resume import KEY
 from fsdp_core.lightning.outside_steps.exporting import gather_state, refuse_values_of_parts
-from fsdp_core.lightning.outside_steps.redirection import normal_tensors
+from fsdp_core.lightning.outside_steps.redirection import outside_inference_mode
 from fsdp_core.lightning.private import resume_from
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class TrainerCheckpoints:
 
     # -- the module ------------------------------------------------------------------------------------------------
 
-    @normal_tensors()
+    @outside_inference_mode()
     def module_state(self) -> dict[str, Any]:
         """The module's state, of the kind that checkpoints hold. All ranks must call it."""
         strategy = self._strategy
@@ -77,7 +77,7 @@ class TrainerCheckpoints:
         with strategy.step_methods.gradient_guard.paused():
             return sharded.model_state()
 
-    @normal_tensors()
+    @outside_inference_mode()
     def load_module(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Restore the module. If a fit resumes, the whole checkpoint is compared before anything is changed."""
         strategy = self._strategy
@@ -229,7 +229,7 @@ class TrainerCheckpoints:
             state = {"model": model, "optimizer": optimizers, "trainer": plain}
             kinds |= {f"optimizer/{index}": "optimizer" for index in range(len(optimizers))}
         deferred = None
-        if writer is not None and not strategy.step_methods.is_first:
+        if writer is not None and not strategy.step_methods.is_before_first_step:
             deferred = choose_deferred(strategy.lightning_module.trainer, sharded, strategy.optimizers)
         write_folder(
             strategy,
@@ -252,7 +252,7 @@ class TrainerCheckpoints:
         """
         strategy = self._strategy
         strategy.wait_for_saves()
-        path = strategy.agree_on_path(paths_of(checkpoint_at(path_or_paths)), "load")
+        path = strategy.agree_on_path(normalize_paths(checkpoint_at(path_or_paths)), "load")
         saved, sharded = read_checkpoint(strategy, path, weights_only)
         needed_keys = ("model", "trainer") if sharded else ("state_dict",)
         missing = [key for key in needed_keys if key not in saved]
@@ -288,5 +288,5 @@ class TrainerCheckpoints:
             elif strategy.local_rank == 0 or not strategy.scattered_save or holds_ours(path):
                 checkpoints.remove(path)
 
-        with own_exceptions(users_io(strategy)):
+        with unwrap_exceptions_of(users_io(strategy)):
             strategy.features.saves.run_in_order(f"removing {path}", remove, {path: False})

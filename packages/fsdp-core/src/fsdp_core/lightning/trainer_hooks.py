@@ -64,7 +64,7 @@ class TrainerHooks(ShardedStrategy, ParallelStrategy):
         return self._eval_step("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.features.even_batches.remember(*args)
+        self.features.even_batches.record_arguments(*args)
         return self._eval_step("predict_step", *args, **kwargs)
 
     def _eval_step(self, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -158,19 +158,19 @@ def describe_gradients(gradients: HeldGradients, runtime: Runtime) -> dict[str, 
     }
 
 
-def _as_chunked(grad: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, is_first: bool) -> ChunkedTensor:
+def _as_chunked(grad: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, is_first_peer: bool) -> ChunkedTensor:
     """Describe a gradient of one data-parallel rank: its chunks on that rank and its tensor-parallel peers.
 
     Args:
         grad: The gradient, if this is such a rank; otherwise ``None``.
         shape: Its shape.
         dtype: Its dtype.
-        is_first: Whether this is the first of the tensor-parallel peers, which saves what all of them hold.
+        is_first_peer: Whether this is the first of the tensor-parallel peers, which saves what all of them hold.
     """
     chunks: tuple[Chunk, ...] = ()
     if isinstance(grad, DTensor):
-        chunks = chunked(grad).chunks if is_first or is_sharded_dtensor(grad) else ()
-    elif grad is not None and is_first and 0 not in shape:
+        chunks = chunked(grad).chunks if is_first_peer or is_sharded_dtensor(grad) else ()
+    elif grad is not None and is_first_peer and 0 not in shape:
         chunks = (Chunk(offsets=(0,) * len(shape), data=grad.detach()),)
     return ChunkedTensor(shape=shape, dtype=dtype, chunks=chunks)
 

@@ -266,7 +266,7 @@ def _complete_state(state: NamedState, parts: Mapping[str, Part], runtime: Runti
     """Add state that only other ranks hold, so that all ranks have the same names and keys. All ranks must call it."""
     own = {name: {key: _ValueSpec.of(value) for key, value in values.items()} for name, values in state.items()}
     specs: dict[str, dict[str, _ValueSpec]] = {}
-    specs_by_rank = runtime.gather_objects_to((own, {name for name in own if parts[name].is_first}))
+    specs_by_rank = runtime.gather_objects_to((own, {name for name in own if parts[name].holds_first_element}))
     # Plain values may differ between ranks: those of the rank with a parameter's first element are taken.
     for specs_of_rank, names_with_first_element in specs_by_rank or ():
         specs.update((name, specs_of_rank[name]) for name in names_with_first_element if name not in specs)

@@ -73,7 +73,7 @@ class XLASharded(Sharded):
     def layout(self) -> Layout:
         return layout_of(self.root)
 
-    def holds_part(self, parameter: Tensor) -> bool:
+    def is_shard(self, parameter: Tensor) -> bool:
         return is_shard(parameter)
 
     # -- steps -----------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class XLASharded(Sharded):
             parameters,
             max_norm,
             runtime=self.backend.runtime.in_graph(),
-            is_sharded=self.holds_part,
+            is_sharded=self.is_shard,
             norm_type=norm_type,
             error_if_nonfinite=error_if_nonfinite,
         )

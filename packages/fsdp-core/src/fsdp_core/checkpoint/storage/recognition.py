@@ -10,7 +10,7 @@ from fsdp_core.checkpoint.format.file_names import is_ours
 from fsdp_core.checkpoint.format.json_text import MAX_JSON_BYTES
 from fsdp_core.checkpoint.format.manifest import FORMAT, MANIFEST, Manifest
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath, open_folder
-from fsdp_core.checkpoint.storage.part_recognition import describe_part, holds_part, saves_in
+from fsdp_core.checkpoint.storage.part_recognition import describe_part, holds_rank_record, saves_in
 from fsdp_core.checkpoint.storage.remedies import remedy, unreadable
 from fsdp_core.errors import CheckpointFormatError
 
@@ -158,7 +158,7 @@ def is_interrupted(path: StrPath | Folder) -> bool:
     if not folder.fs.isdir(folder.root):
         return False
     names = folder.files()
-    return MANIFEST not in names and all(map(is_ours, names)) and not holds_part(names)
+    return MANIFEST not in names and all(map(is_ours, names)) and not holds_rank_record(names)
 
 
 def is_checkpoint(path: StrPath) -> bool:

@@ -13,7 +13,7 @@ from fsdp_core.checkpoint.format.file_names import save_id_of
 from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest
 from fsdp_core.checkpoint.storage.atomic import check_apart, named_errors
 from fsdp_core.checkpoint.storage.commit import choose_target
-from fsdp_core.checkpoint.storage.joined import JoinedFolder, Paths, open_places
+from fsdp_core.checkpoint.storage.joined_folder import JoinedFolder, Paths, open_places
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.storage.recognition import read_manifest
 from fsdp_core.checkpoint.storage.stored_files import StoredFiles

@@ -11,7 +11,7 @@ from typing import Literal
 from fsdp_core.checkpoint.format.file_names import is_ours, save_id_of
 from fsdp_core.checkpoint.format.manifest import MANIFEST
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath, open_folder
-from fsdp_core.checkpoint.storage.part_recognition import describe_part, describe_rest, holds_part
+from fsdp_core.checkpoint.storage.part_recognition import describe_part, describe_rest, holds_rank_record
 from fsdp_core.checkpoint.storage.plain_json import part_at, read_plain
 from fsdp_core.checkpoint.storage.recognition import holds_manifest, is_interrupted, read_manifest
 from fsdp_core.checkpoint.storage.remedies import remedy
@@ -101,7 +101,7 @@ def _examine(folder: Folder) -> ListedCheckpoint | None:
         sentences.append(_describe_writers(writers))
     return ListedCheckpoint(
         path=str(folder),
-        state="unfinished" if part is None or not holds_part(names) else "scattered",
+        state="unfinished" if part is None or not holds_rank_record(names) else "scattered",
         step=None,
         nbytes=sum(sizes),
         time=max((time for time in times if time is not None), default=None),

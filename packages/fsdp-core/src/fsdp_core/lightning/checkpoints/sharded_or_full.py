@@ -16,7 +16,7 @@ from torch import Tensor
 from fsdp_core import checkpoint as checkpoints
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.collective import run_on_all, total
-from fsdp_core.checkpoint.storage.joined import Paths
+from fsdp_core.checkpoint.storage.joined_folder import Paths
 from fsdp_core.checkpoint.storage.recognition import is_sharded
 from fsdp_core.errors import CheckpointError, FSDPError
 from fsdp_core.lightning.capability_checks import check_checkpoint
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 __all__ = [
     "SaveTarget",
     "io_for",
-    "own_exceptions",
     "read_checkpoint",
+    "unwrap_exceptions_of",
     "users_io",
     "write_file",
     "write_folder",
@@ -72,7 +72,7 @@ def write_file(
         async_saves: Writes in the background; ``None`` to write now.
     """
     io = users_io(strategy)
-    with own_exceptions(io):
+    with unwrap_exceptions_of(io):
         write_full(
             path,
             full_state,
@@ -160,7 +160,7 @@ def io_for(strategy: SavingStrategy, path: str) -> CheckpointIO | None:
 
 
 @contextmanager
-def own_exceptions(io: CheckpointIO | None) -> Iterator[None]:
+def unwrap_exceptions_of(io: CheckpointIO | None) -> Iterator[None]:
     """Let what a user's ``CheckpointIO`` raises reach the caller as it is, on the rank where it was raised.
 
     Other ranks, and all without such a plugin, get the error that names the rank.
@@ -206,6 +206,6 @@ def read_checkpoint(strategy: SavingStrategy, path: Paths, weights_only: bool | 
     io = users_io(strategy)
     read: Callable[..., Any] = read_full_file if io is None else io.load_checkpoint
     contents: list[Any] = []
-    with own_exceptions(io):
+    with unwrap_exceptions_of(io):
         run_on_all(runtime, f"reading {path}", lambda: contents.append(read(path, weights_only=weights_only)))
     return contents[0], False

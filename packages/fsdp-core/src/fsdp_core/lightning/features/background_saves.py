@@ -71,10 +71,10 @@ class BackgroundSaves(Feature):
         scattered = self._strategy.scattered_save
 
         def run(ranks: Runtime) -> None:
-            is_first = (ranks.local_rank if scattered else ranks.rank) == 0
-            run_on_all(ranks, description, lambda: job() if is_first else None)
+            is_first_rank = (ranks.local_rank if scattered else ranks.rank) == 0
+            run_on_all(ranks, description, lambda: job() if is_first_rank else None)
             if scattered:
-                run_on_all(ranks, description, lambda: None if is_first else job())
+                run_on_all(ranks, description, lambda: None if is_first_rank else job())
 
         if self.writer is None:
             run(self._strategy.runtime)

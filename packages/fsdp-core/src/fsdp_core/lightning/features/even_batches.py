@@ -133,7 +133,7 @@ class EvenBatches:
         if self._repeats:
             around_predictions(trainer, after=after)
 
-    def remember(self, *args: Any) -> None:
+    def record_arguments(self, *args: Any) -> None:
         """Remember what ``predict_step`` is called with, where the call may have to be repeated."""
         if self._repeats:
             self._last_arguments = args

@@ -41,13 +41,13 @@ class StepMethods:
     Attributes:
         gradient_guard: Refuses what users compute of pieces, between the library's own computations.
         accumulates: Whether backward passes leave gradients unreduced.
-        is_first: Whether the fit has taken no training step yet.
+        is_before_first_step: Whether the fit has taken no training step yet.
     """
 
     def __init__(self, strategy: ShardedTrainerStrategy) -> None:
         self._strategy = strategy
         self.gradient_guard = GradientGuard(strategy)
-        self.accumulates = self.is_first = False
+        self.accumulates = self.is_before_first_step = False
         self._in_training = self._in_evaluation = self._has_run = False
         self._is_inside = self._steps_optimizer = False
         self._followed: WeakSet[Optimizer] = WeakSet()
@@ -69,7 +69,7 @@ class StepMethods:
         """Run ``training_step``."""
         strategy = self._strategy
         self._in_training = True
-        if self.is_first:
+        if self.is_before_first_step:
             self._writes = strategy.sharded.watch_writes()
         self.gradient_guard.guard_parameters()
         if self.is_by_hand:
@@ -80,7 +80,7 @@ class StepMethods:
                 strategy.sharded.reshard()  # hooks write to shards from now on
             return output
         finally:
-            self._in_training = self.is_first = False
+            self._in_training = self.is_before_first_step = False
             if self._writes is not None:
                 self._writes.stop()
                 self._writes = None
@@ -237,7 +237,7 @@ class StepMethods:
         self._strategy.sharded.keep_writes()
         if self._writes is not None:
             check_writes(self._writes, ranks)
-        elif ranks is not None and self.is_first:
+        elif ranks is not None and self.is_before_first_step:
             self.compare_writes("training_step()")
 
     def compare_writes(self, by: str) -> None:
@@ -278,7 +278,7 @@ class StepMethods:
 
     def begin_stage(self, module: pl.LightningModule, *, fitting: bool) -> None:
         """Let a module be sharded, or taken over, for a stage."""
-        self.is_first = fitting
+        self.is_before_first_step = fitting
         unguard_parameters(module.parameters())  # of one that is sharded already
 
     def fail(self, exception: BaseException) -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_core.errors import MissingKeyError, ShardingError
-from fsdp_core.lightning.outside_steps.redirection import is_inside_forward, normal_tensors
+from fsdp_core.lightning.outside_steps.redirection import is_inside_forward, outside_inference_mode
 from fsdp_core.sharding.sharded import Sharded, sharded_around
 from fsdp_core.state.full_tensor import check_not_gathered
 from fsdp_core.torch_private.dtensors import refuse_unreduced_values
@@ -16,7 +16,7 @@ from fsdp_core.torch_private.dtensors import refuse_unreduced_values
 __all__ = ["full_state_dict", "gather_state", "refuse_values_of_parts", "written_of"]
 
 
-@normal_tensors()
+@outside_inference_mode()
 def full_state_dict(module: nn.Module) -> dict[str, Any]:
     """Gather the ``state_dict()`` of a sharded module, or of a part of one. All ranks must call it.
 

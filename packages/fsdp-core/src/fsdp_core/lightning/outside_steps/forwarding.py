@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.lightning.outside_steps.exporting import written_of
-from fsdp_core.lightning.outside_steps.redirection import called_as_written, explain_shards, normal_tensors
+from fsdp_core.lightning.outside_steps.redirection import called_as_written, explain_shards, outside_inference_mode
 from fsdp_core.sharding.sharded import Sharded, sharded_around, sharded_of
 from fsdp_core.state.full_tensor import gathered_modules
 from fsdp_core.torch_private.autograd import in_backward
@@ -48,7 +48,7 @@ class ShardedForward(nn.Module):
         if is_inside:
             self.sharded.is_called_in_backward = True
         try:
-            with called_as_written(root), normal_tensors():
+            with called_as_written(root), outside_inference_mode():
                 output = root(*args, **kwargs)
         except BaseException as error:
             explain_shards(error, [self.sharded], is_inside=True)

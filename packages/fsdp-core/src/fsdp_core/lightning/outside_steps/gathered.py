@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.lightning.outside_steps.exporting import written_of
-from fsdp_core.lightning.outside_steps.redirection import is_inside_forward, normal_tensors
+from fsdp_core.lightning.outside_steps.redirection import is_inside_forward, outside_inference_mode
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.sharded import Sharded, sharded_around
 from fsdp_core.state.fqn import clean_name
@@ -102,7 +102,7 @@ def gathered(module: nn.Module, modifier_rank: int | None = None) -> Iterator[No
         values = {replacement.name: replacement.full.detach() for replacement in replacements}
     changed = _agree_on_changes(sharded.runtime, values, buffers, digests_before, problems, own_error, modifier_rank)
     if changed:
-        with normal_tensors():
+        with outside_inference_mode():
             sharded.load_model_state(changed, strict=False)
 
 
@@ -119,7 +119,7 @@ def _check_outside_step(root: nn.Module) -> None:
         )
 
 
-@normal_tensors()
+@outside_inference_mode()
 def _gather_parameters(sharded: Sharded, prefix: str, first_names: Mapping[str, str]) -> dict[str, Tensor]:
     """Gather the parameters of a part of a root, each once, on this rank's device."""
     state = sharded.model_state()

@@ -36,7 +36,7 @@ __all__ = [
     "follow_calls",
     "is_inside_forward",
     "mend_caught",
-    "normal_tensors",
+    "outside_inference_mode",
 ]
 
 #: By module that needs parameters of a root: the root, and the module's FQN there.
@@ -91,7 +91,7 @@ def call_inside_forward(root: nn.Module, module: nn.Module, call: Callable[[], A
         return call()
 
     module.forward = call_once
-    with called_as_written(root, module), normal_tensors():
+    with called_as_written(root, module), outside_inference_mode():
         try:
             return root()
         finally:
@@ -134,7 +134,7 @@ def called_as_written(*modules: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def normal_tensors() -> Iterator[None]:
+def outside_inference_mode() -> Iterator[None]:
     """A context that replaces ``torch.inference_mode()``, if that is on, by ``no_grad()``, so tensors can outlive it.
 
     Shards, and tensors that libraries gather and keep, are used in training later.
@@ -384,7 +384,7 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = (), *,
     if any(code.co_name == "resize_token_embeddings" for code in codes):
         exception.add_note(_RESIZE_NOTE)
         return
-    if _GRAPH_ERRORS.search(str(exception)) and any(root.has_freed_graph for root in sharded):
+    if _GRAPH_ERRORS.search(str(exception)) and any(root.has_freed_parameters_of_graph for root in sharded):
         exception.add_note(
             "fsdp-core: a graph that create_graph=True has recorded holds parameters, which were freed since: at the "
             "end of the next backward pass, or by a step.\n"

@@ -42,7 +42,7 @@ def enter_accelerator(front_end: FrontEnd) -> None:
     """
     module, name = _CONNECTORS[front_end]
     replace_function(getattr(import_module(module), name), "_check_config_and_set_final_flags", _resolves_auto)
-    kind = _kind_without_accelerator()
+    kind = _device_type_new_to_lightning()
     if kind is None:
         return
     module, name = _REGISTRIES[front_end]
@@ -64,14 +64,14 @@ def _resolves_auto(check: Callable[..., None]) -> Callable[..., None]:
         if runs_on_any and isinstance(accelerator, str):
             _refuse_missing(accelerator)
         check(self, *args, strategy=strategy, accelerator=accelerator, **kwargs)
-        kind = _kind_without_accelerator()
+        kind = _device_type_new_to_lightning()
         if runs_on_any and self._accelerator_flag == "auto" and kind is not None and torch.accelerator.is_available():
             self._accelerator_flag = kind
 
     return mark_wrapper(check_and_resolve, check, _resolves_auto)
 
 
-def _kind_without_accelerator() -> str | None:
+def _device_type_new_to_lightning() -> str | None:
     """The kind of torch's accelerator, if Lightning has no accelerator of its own for it."""
     kind = devices.accelerator_kind()
     return None if kind in LIGHTNINGS_OWN else kind
@@ -94,7 +94,7 @@ def _refuse_missing(accelerator: str) -> None:
     Raises:
         StrategyUnavailableError: It is such a kind.
     """
-    if accelerator == _kind_without_accelerator() and not torch.accelerator.is_available():
+    if accelerator == _device_type_new_to_lightning() and not torch.accelerator.is_available():
         variable = VISIBILITY.get(accelerator)
         hidden = f", and look at {variable}, which can hide devices" if variable in os.environ else ""
         raise StrategyUnavailableError(

@@ -15,13 +15,13 @@ from fsdp_core.state import chunked, clean_name
 from fsdp_fsdp2.meshes import ranks_along
 from fsdp_fsdp2.user_sharding.built_parameters import has_noted, is_dtensor, noted_parameter
 
-__all__ = ["place_sharded", "refuse_changed_on_meta"]
+__all__ = ["materialize_sharded", "refuse_changed_on_meta"]
 
 #: The modules that have a parameter, each with its name there, by the id of the parameter.
 Places = dict[int, list[tuple[nn.Module, str]]]
 
 
-def place_sharded(
+def materialize_sharded(
     modules: Iterable[nn.Module], root: nn.Module, runtime: Runtime, offloaded: Collection[int] = ()
 ) -> None:
     """Move what ``modules`` own to the device with rank 0's values, and fill the shards among it that have no memory.

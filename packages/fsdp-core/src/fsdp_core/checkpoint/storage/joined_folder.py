@@ -13,7 +13,7 @@ from fsdp_core.checkpoint.storage.part_recognition import records_in, saves_in
 from fsdp_core.checkpoint.storage.recognition import manifest_bytes, save_id_in
 from fsdp_core.errors import CheckpointFormatError
 
-__all__ = ["JoinedFolder", "Paths", "open_places", "paths_of", "shown_paths"]
+__all__ = ["JoinedFolder", "Paths", "normalize_paths", "open_places", "shown_paths"]
 
 Paths = StrPath | Sequence[StrPath]
 """A checkpoint's path; or several, the places of a scattered save."""
@@ -76,7 +76,7 @@ def shown_paths(paths: Paths) -> str:
     return " and ".join(os.fspath(path) for path in _each_path(paths))
 
 
-def paths_of(paths: Paths) -> str | list[str]:
+def normalize_paths(paths: Paths) -> str | list[str]:
     """Return a path, or the only one of several, as text, and several as a list of texts."""
     path_texts = [os.fspath(path) for path in _each_path(paths)]
     return path_texts[0] if len(path_texts) == 1 else path_texts
