@@ -85,7 +85,7 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
         Raises:
             ShardingError: A module is sharded already.
         """
-        return self._reduce(
+        return self._reduce_to_arguments(
             is_sharded=bool(self.roots),
             set_by_lightning=_SET_BY_LIGHTNING,
             advice="Pickle the strategy before fabric.setup(), and save the model as a checkpoint.",
@@ -227,7 +227,7 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
         self._signals.requeue_agreed()
 
     def progress(self) -> str:
-        return f"at step {max(self.steps.counts.values(), default=0)}"
+        return f"at step {max(self.steps.step_counts.values(), default=0)}"
 
     @property
     def accumulating(self) -> Collection[Sharded]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.initialization.deferred_init import continue_deferred
 from fsdp_core.lightning.capability_checks import check_precision
+from fsdp_core.lightning.outside_steps.redirection import compute_context
 from fsdp_core.lightning.private import DtypeContext, convert_fp_tensor
 from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.sharding.precision_strings import ShardPrecision
@@ -75,20 +76,6 @@ def read_precision(strategy: ShardedStrategy, plugin: Any) -> tuple[ShardPrecisi
 def shard_dtypes(plugin: Any) -> ShardPrecision:
     """The dtypes of shards under a strategy's plugin; fp32 for one of Lightning's, which is not replaced yet."""
     return plugin.dtypes if isinstance(plugin, _ShardedPrecision) else ShardPrecision()
-
-
-def compute_context(precision: ShardPrecision, device: str) -> AbstractContextManager[Any]:
-    """A context in which forward passes run.
-
-    Args:
-        precision: The dtypes.
-        device: The type of the device.
-    """
-    if precision.autocast:
-        # without the cache of casts: a cast cached under no_grad() would cut the graph of a later call in the same
-        # step, and a cast cached before a write to a weight would be stale
-        return torch.autocast(device, dtype=precision.compute, cache_enabled=False)
-    return nullcontext() if precision.storage is torch.float32 else DtypeContext(precision.storage)
 
 
 class _ShardedPrecision:

@@ -25,7 +25,7 @@ __all__ = ["ShardedStrategy"]
 
 
 class ShardedStrategy(SavingStrategy):
-    """The half of a strategy that is the same under Trainer and Fabric. Comes before Lightning's class.
+    """A base of every strategy's class, the same under Trainer and Fabric. Comes before Lightning's class in the MRO.
 
     A package's strategy names its options and its backend, once for both front ends, and inherits the rest::
 
@@ -144,16 +144,14 @@ class ShardedStrategy(SavingStrategy):
 
     @contextmanager
     def _no_sync(self, sharded: Sharded) -> Iterator[None]:
-        """The root's ``no_sync``, exited as if nothing was raised in it.
-
-        Some libraries' contexts have no ``finally``: after an exception, they would leave every gradient ``None``.
-        """
+        """The root's ``no_sync``, which is left in the same way whether or not something was raised in it."""
         sharded.backend = self.backend  # another strategy may have used the module in between
         context = sharded.no_sync()
         context.__enter__()
         try:
             yield
         finally:
+            # not with the exception: contexts of libraries that have no `finally` would leave every gradient None
             context.__exit__(None, None, None)
 
     def split_batch(self, batch: Any) -> Any:

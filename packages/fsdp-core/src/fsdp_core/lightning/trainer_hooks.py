@@ -77,7 +77,7 @@ class TrainerHooks(ShardedStrategy, ParallelStrategy):
         self.features.even_batches.check("test")
 
     def on_predict_start(self) -> None:
-        self.features.even_batches.follow_prediction()
+        self.features.even_batches.begin_prediction()
 
     def on_validation_end(self) -> None:
         self.step_methods.compare_writes("validation_step()")

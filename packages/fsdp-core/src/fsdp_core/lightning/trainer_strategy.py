@@ -98,7 +98,7 @@ class ShardedTrainerStrategy(TrainerHooks):
         Raises:
             ShardingError: A module is sharded already.
         """
-        return self._reduce(
+        return self._reduce_to_arguments(
             is_sharded=self.sharded_or_none is not None,
             set_by_lightning=_SET_BY_LIGHTNING,
             advice="Pickle the Trainer before the first fit(), and save the model as a checkpoint.",
@@ -291,7 +291,7 @@ class ShardedTrainerStrategy(TrainerHooks):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         if self.lightning_module is not None and trainer is not None:
-            self.step_methods.leave_module(self.lightning_module)
+            self.step_methods.clean_up_module(self.lightning_module)
         sharded = self.sharded_or_none
         if sharded is not None:
             sharded.reshard()

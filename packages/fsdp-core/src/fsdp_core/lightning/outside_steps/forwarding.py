@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
-from fsdp_core.lightning.outside_steps.exporting import written_of
-from fsdp_core.lightning.outside_steps.redirection import called_as_written, explain_shards, outside_inference_mode
+from fsdp_core.lightning.outside_steps.error_notes import explain_shards
+from fsdp_core.lightning.outside_steps.exporting import users_module_in
+from fsdp_core.lightning.outside_steps.redirection import called_as_written, outside_inference_mode
 from fsdp_core.sharding.sharded import Sharded, sharded_around, sharded_of
 from fsdp_core.state.full_tensor import gathered_modules
 from fsdp_core.torch_private.autograd import in_backward
@@ -112,8 +113,8 @@ def set_up_model(module: nn.Module) -> Sharded:
     Raises:
         ShardingError: The module was not set up, or is only a part of a model that was.
     """
-    sharded = sharded_in(written_of(module))
-    around = sharded_around(written_of(module)) if sharded is None else None
+    sharded = sharded_in(users_module_in(module))
+    around = sharded_around(users_module_in(module)) if sharded is None else None
     if around is not None:
         raise ShardingError(
             f"{type(module).__name__} is a part of {around[0].plan.class_name}, which is sharded as a whole.\n"
@@ -129,7 +130,7 @@ def set_up_model(module: nn.Module) -> Sharded:
 
 def root_around(module: nn.Module) -> Sharded:
     """The root of a model that was set up, given the model, a part of it, or a module around it."""
-    around = sharded_around(written_of(module))
+    around = sharded_around(users_module_in(module))
     if around is not None:
         return around[0]
     for part in module.modules():

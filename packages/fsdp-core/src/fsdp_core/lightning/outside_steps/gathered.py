@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import ShardingError
-from fsdp_core.lightning.outside_steps.exporting import written_of
+from fsdp_core.lightning.outside_steps.exporting import users_module_in
 from fsdp_core.lightning.outside_steps.redirection import is_inside_forward, outside_inference_mode
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.sharded import Sharded, sharded_around
@@ -59,11 +59,11 @@ def gathered(module: nn.Module, modifier_rank: int | None = None) -> Iterator[No
         >>> model.weight.tolist()
         [[1.0, 1.0]]
     """
-    owner_and_prefix = sharded_around(written_of(module))
+    owner_and_prefix = sharded_around(users_module_in(module))
     if owner_and_prefix is None:
         yield
         if modifier_rank is not None and dist.is_initialized():
-            for parameter in written_of(module).parameters():
+            for parameter in users_module_in(module).parameters():
                 dist.broadcast(parameter.data, modifier_rank)
         return
     sharded, prefix = owner_and_prefix
