@@ -16,7 +16,7 @@ from fsdp_core.lightning.options import describe_class, signature_of, strategy_o
 from fsdp_core.lightning.setup_checks import (
     check_scattered_save,
     check_state_dict_type,
-    check_waiting,
+    check_timeout_and_async_save,
 )
 from fsdp_core.plugins.unknown_options import refuse_unknown_options
 from fsdp_core.sharding.options import ShardingOptions, check_process_group_backend, check_switches, option_names
@@ -161,7 +161,7 @@ class ConstructedStrategy(StrategyCapabilities):
         if messages:
             raise UnsupportedCapabilityError("\n".join(messages))
         check_state_dict_type(options.state_dict_type)
-        check_waiting(options.timeout, options.async_save)
+        check_timeout_and_async_save(options.timeout, options.async_save)
         check_error_if_nonfinite(options.error_if_nonfinite)
         check_scattered_save(options.scattered_save, options.state_dict_type)
         check_switches(options)

@@ -36,7 +36,7 @@ from fsdp_core.lightning.checkpoints.sharded_or_full import (
 from fsdp_core.lightning.features.exact_resume import EXACT_RESUME_KEY
 from fsdp_core.lightning.outside_steps.exporting import allow_unreduced_reads, gather_state, refuse_unreduced_reads
 from fsdp_core.lightning.outside_steps.redirection import outside_inference_mode
-from fsdp_core.lightning.private import resume_from
+from fsdp_core.lightning.private import set_checkpoint_in_use
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -295,7 +295,7 @@ class TrainerCheckpoints:
         saved = _as_lightnings_dict(read_checkpoint(strategy, path, weights_only), path)
         saved = strategy.features.exact_resume.own_positions(saved, self._trainer)
         if not isinstance(path_or_paths, str | os.PathLike):  # Lightning does the following for a single path alone
-            resume_from(self._trainer, path if isinstance(path, str) else path[0])
+            set_checkpoint_in_use(self._trainer, path if isinstance(path, str) else path[0])
             saved, _ = migrate_checkpoint(saved)
         return saved
 

@@ -21,7 +21,7 @@ __all__ = ["explain_shards", "explain_uncaught_error"]
 #: The folder of torch's code for DTensors.
 _DTENSOR_FOLDER = Path(torch.distributed.tensor.__file__).parent
 
-# -- errors that are recognised by the message alone ---------------------------------------------------------------------
+# -- errors that are recognised by the message alone -------------------------------------------------------------------
 
 _RESIZE_NOTE = (
     "fsdp-core: a parameter gets another shape after sharding, as resize_token_embeddings() of transformers gives it: "
@@ -77,7 +77,7 @@ _OBJECT_NOTE = (
     "Use Lightning's strategy='ddp' for it; what is computed of activations and of losses works."
 )
 
-# -- errors about graphs and views ---------------------------------------------------------------------------------------
+# -- errors about graphs and views -------------------------------------------------------------------------------------
 
 #: Torch's errors when a graph needs a tensor that was written to or freed after the graph had recorded it.
 _GRAPH_ERRORS = re.compile("modified by an inplace operation|modified inplace|setStorage")
@@ -111,7 +111,7 @@ _FUNCTION_NOTE = (
     "write auto_wrap_policy=None, for one unit; and let it keep parameters by ctx.save_for_backward()."
 )
 
-# -- errors about shards in place of parameters --------------------------------------------------------------------------
+# -- errors about shards in place of parameters ------------------------------------------------------------------------
 
 #: Torch's errors when a shard is used as if it were the parameter: a DTensor, or a rank's piece as a plain tensor.
 _SHARD_ERRORS = re.compile(

@@ -31,7 +31,7 @@ __all__ = [
     "outside_inference_mode",
 ]
 
-#: By module that needs parameters of a root: the root, and the module's FQN there.
+#: By module whose calls need parameters of a root: the root, and the module's FQN in it.
 _parts: WeakKeyDictionary[nn.Module, tuple[ref[nn.Module], str]] = WeakKeyDictionary()
 
 #: By root that :func:`follow_calls` follows: whether all ranks must make calls outside of a step.
@@ -50,8 +50,8 @@ _OWN_FORWARD = "_fsdp_core_forward"
 def call_inside_forward(root: nn.Module, module: nn.Module, call: Callable[[], Any]) -> Any:
     """Run a call where ``root`` would call ``module.forward``.
 
-    Its arguments don't pass through the root's hooks, in which a sharding library casts them to the compute dtype. A
-    batch must not be cast: a target of 100001 is 99840 in bf16.
+    The call's own arguments don't pass through the root's hooks, in which a sharding library casts arguments to the
+    compute dtype. A batch must not be cast: a target of 100001 is 99840 in bf16.
 
     Args:
         root: The module to call, with no arguments.
@@ -175,12 +175,12 @@ def follow_calls(sharded: Sharded, *, on_all_ranks: bool) -> None:
             wrappers.setdefault(clean_name(full_name), module)
     units = {name: user_modules[name] for name in sharded.plan.units}
     in_units = {inner for unit in units.values() for inner in unit.modules()}
-    for name, message_part in user_modules.items():
-        if message_part not in in_units and sharded.plan.has_parameters(name):
-            _parts[message_part] = ref(root), clean_name(name)
-            _redirect_forward(message_part)
+    for name, part in user_modules.items():
+        if part not in in_units and sharded.plan.has_parameters(name):
+            _parts[part] = ref(root), clean_name(name)
+            _redirect_forward(part)
     for name, unit in units.items():
-        called_module = wrappers.get(clean_name(name), unit)
+        called_module = wrappers.get(clean_name(name), unit)  # what users call: a library's wrapper, if there is one
         _parts[called_module] = ref(root), clean_name(name)
         if called_module is unit:
             _watch(unit)
@@ -200,10 +200,10 @@ def _before_watched_call(module: nn.Module, args: Any) -> None:
     root = _root_of(module)
     if root is None or in_backward():
         return
-    is_outside = root not in running_forwards and module not in gathered_modules
+    is_outside_step = root not in running_forwards and module not in gathered_modules
     if module is root:
         _count_forward(root)
-    if is_outside:
+    if is_outside_step:
         _exceptions_before[module] = (sys.exc_info()[1],)
         _begin_outside_call(root, module)
     if module is root and root not in gathered_modules:
@@ -218,8 +218,8 @@ def _after_watched_call(module: nn.Module, args: Any, output: Any) -> None:
     if module is root:
         _uncount_forward(root)
     exception_before = _exceptions_before.pop(module, None)
-    if exception_before is not None:
-        _end_outside_call(root, failed=sys.exc_info()[1] is not exception_before[0])
+    if exception_before is not None:  # the call was outside of a step
+        _end_outside_call(root, has_failed=sys.exc_info()[1] is not exception_before[0])
 
 
 def _count_forward(module: nn.Module) -> None:
@@ -275,32 +275,29 @@ def _redirected_method(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _call_or_redirect(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    if torch.compiler.is_compiling():
-        return forward(*args, **kwargs)
-    root = _root_of(module)
+    """Call a part of a root as it is inside a pass of the root, and elsewhere inside a forward pass made for it."""
+    root = None if torch.compiler.is_compiling() else _root_of(module)
     if root is None or module in gathered_modules:
         return forward(*args, **kwargs)
-    if root in running_forwards or (in_backward() and not _sharded_root(root).is_idle()):
-        if in_backward():  # activation checkpointing repeats a call, or the user's code makes a new one
-            _sharded_root(root).gather_again()
-            if root not in running_forwards and root not in _called_in_backward and not is_recomputing():
-                return _call_in_backward(root, forward, args, kwargs)
-        else:
-            sharded = _sharded_root(root)
-            if sharded.is_interrupted:  # by an exception that the step has caught
-                sharded.mend_inside()
-            sharded.follow_written_shards()
+    sharded = _sharded_root(root)
+    if in_backward() and (root in running_forwards or not sharded.is_idle()):
+        sharded.gather_again()
+        is_repeated = root in running_forwards or root in _called_in_backward or is_recomputing()
+        return forward(*args, **kwargs) if is_repeated else _call_in_backward(root, forward, args, kwargs)
+    if root in running_forwards:
+        if sharded.is_interrupted:  # by an exception that the step has caught
+            sharded.mend_inside()
+        sharded.follow_written_shards()
         return forward(*args, **kwargs)
     _begin_outside_call(root, module)
-    sharded = _sharded_root(root)
-    failed = True
+    has_failed = True
     try:
         with compute_context(sharded.precision, sharded.runtime.device.type):
             call = functools.partial(forward, *args, **kwargs)
             output = call_inside_forward(root, sharded.module, call)
-        failed = False
+        has_failed = False
     finally:
-        _end_outside_call(root, failed=failed)
+        _end_outside_call(root, has_failed=has_failed)
     return output
 
 
@@ -325,9 +322,9 @@ def _begin_outside_call(root: nn.Module, module: nn.Module) -> None:
         _sharded_root(root).runtime.rendezvous(call)
 
 
-def _end_outside_call(root: nn.Module, *, failed: bool) -> None:
+def _end_outside_call(root: nn.Module, *, has_failed: bool) -> None:
     """End a call outside of a step. A later backward pass gathers again what it needs."""
     sharded = _sharded_root(root)
-    if failed:
+    if has_failed:
         sharded.abandon_forward()
     sharded.end_call()
