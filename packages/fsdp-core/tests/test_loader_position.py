@@ -18,6 +18,7 @@ from fsdp_core.lightning.loaders.position import (
     copy_without_position,
     position_of,
     sampler_of,
+    track_position,
 )
 
 LOADERS = [DataLoader, StatefulDataLoader]

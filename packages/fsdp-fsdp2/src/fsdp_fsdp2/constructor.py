@@ -44,7 +44,7 @@ class FSDP2Ranks(ShardedStrategy):
     def __init__(self, *positional: Any, **options: Any) -> None:
         super().__init__(*positional, **options)
 
-    def _by_name(self, positional: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    def _arguments_by_name(self, positional: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
         values = dict(keywords)
         if positional and isinstance(positional[0], int | str):  # sizes, as in Lightning's ModelParallelStrategy
             sizes = {name: keywords.get(name, "auto") for name in ("data_parallel_size", "tensor_parallel_size")}
@@ -53,7 +53,7 @@ class FSDP2Ranks(ShardedStrategy):
         is_tensor_parallel = values.get("tensor_parallel_size", "auto") not in (1, "auto")
         if values.get("use_hf_tp_plan") and values.get("tp_plan") is None and is_tensor_parallel:
             values["tp_plan"] = "auto"
-        return super()._by_name(positional, values)
+        return super()._arguments_by_name(positional, values)
 
     @property
     def device_mesh(self) -> DeviceMesh:

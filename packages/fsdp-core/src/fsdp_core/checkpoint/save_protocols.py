@@ -67,7 +67,7 @@ class SharedSave:
     def discard(self, runtime: Runtime, manifest: bytes | None) -> None:
         """Remove the files of a failed save, unless rank 0 has committed the manifest before the failure."""
         is_withdrawn = run_on_first(
-            runtime, "reading the manifest", lambda: self.rank == 0 and self.target.withdraw(manifest)
+            runtime, "reading the manifest", lambda: self.rank == 0 and self.target.may_remove_files(manifest)
         )
         if is_withdrawn:
             run_on_all(runtime, "removing a failed save", self._remove_files)

@@ -223,7 +223,7 @@ def write_folder(
         def put_in_place() -> None:
             if contents:  # on rank 0
                 _write_other_files(new_folder, contents[0], plans, also)
-                new_folder.put(overwrite=overwrite, own_files=replaceable_files)
+                new_folder.publish(overwrite=overwrite, own_files=replaceable_files)
 
         run_on_all(runtime, action, put_in_place)
     except FSDPError:  # on every rank

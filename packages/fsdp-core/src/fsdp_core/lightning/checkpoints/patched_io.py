@@ -288,9 +288,11 @@ def _is_sharded_folder(path: Any) -> bool:
     if not isinstance(path, str | Path) or str(path).startswith("http"):
         return False
     from fsdp_core.checkpoint import is_checkpoint
-    from fsdp_core.checkpoint.storage.recognition import is_place
+    from fsdp_core.checkpoint.storage.recognition import is_scattered_part
 
     try:
-        return is_checkpoint(path) or is_place(path)  # a part of a scattered save: reading it says what is missing
+        return is_checkpoint(path) or is_scattered_part(
+            path
+        )  # reading a part says what is missing
     except Exception:  # an inaccessible path: the error is left to Lightning
         return False

@@ -18,7 +18,7 @@ from fsdp_core.checkpoint import ChunkedTensor, is_checkpoint, remove
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.collective import run_on_all
 from fsdp_core.checkpoint.storage.local_or_remote_folder import open_folder
-from fsdp_core.checkpoint.storage.recognition import is_place
+from fsdp_core.checkpoint.storage.recognition import is_scattered_part
 from fsdp_core.errors import CheckpointExistsError, CheckpointFormatError
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.backend import Backend
@@ -148,7 +148,7 @@ def write_in_place_of_checkpoint(path: Path, write: Callable[[], None], *, may_r
         CheckpointExistsError: The path is a folder that holds no checkpoint.
     """
     moved_checkpoint: Path | None = None
-    if path.is_dir() and (is_checkpoint(path) or is_place(path)):
+    if path.is_dir() and (is_checkpoint(path) or is_scattered_part(path)):
         moved_checkpoint = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
         os.rename(path, moved_checkpoint)
     elif path.is_dir() and not may_replace_folders:
