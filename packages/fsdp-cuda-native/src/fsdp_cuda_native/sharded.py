@@ -110,7 +110,7 @@ class NativeSharded(Sharded):
         for unit in self._units:
             torch_private.write_back(unit)
         with as_user_wrote(self.root, self._orders) as by_name:
-            self.remember(by_name.items())
+            self.record_parameter_names(by_name.items())
             yield
 
     def layout(self) -> Layout:

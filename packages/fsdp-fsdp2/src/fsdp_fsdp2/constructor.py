@@ -25,7 +25,7 @@ class _Options(FSDP2Options, LightningOptions): ...
 
 
 class FSDP2Ranks(ShardedStrategy):
-    """The half of ``"fsdp2"`` that is the same under Trainer and Fabric."""
+    """A base of both strategies named ``"fsdp2"``: what is the same under Trainer and Fabric."""
 
     strategy_name = "fsdp2"
     options_class: ClassVar[type[ShardingOptions]] = _Options

@@ -99,8 +99,9 @@ class Sharded(ABC):
             ShardingError: The copy would hold this rank's shards as if they were whole, or a strategy or Fabric's
                 wrapper is copied.
         """
-        is_with_module = any(id(module) in memo for module in self._modules())
-        if self.root not in gathered_modules and (self._is_in_pieces() or not is_with_module):
+        # without its module, it is copied as an attribute of a strategy, or of Fabric's wrapper
+        is_copied_with_module = any(id(module) in memo for module in self._modules())
+        if self.root not in gathered_modules and (self._is_in_pieces() or not is_copied_with_module):
             raise copy_refusal(self.plan.class_name, self.strategy_name)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -125,12 +126,12 @@ class Sharded(ABC):
 
     @property
     def runtime(self) -> Runtime:
-        """The ranks that it is sharded over."""
+        """The ranks that the module is sharded over."""
         return self.backend.runtime
 
     @property
     def precision(self) -> ShardPrecision:
-        """The dtypes of its shards."""
+        """The dtypes of the shards."""
         return self.backend.precision
 
     # -- what it is made of ----------------------------------------------------------------------------------------
@@ -166,10 +167,11 @@ class Sharded(ABC):
         return is_sharded_dtensor(parameter)
 
     def is_guarded_shard(self, parameter: Tensor) -> bool:
-        """Whether a parameter in a module is this rank's piece, as a plain tensor, and its library only assigns to it.
+        """Whether users are to be kept from computing with a parameter in a module as if it were the full one.
 
-        Adapters then refuse what users compute of it that is not elementwise, in a training step, in hooks between
-        two steps, and after a fit.
+        True where the parameter is this rank's shard as a plain tensor, and its library only assigns to it. Adapters
+        then refuse what users compute with it that is not elementwise, in a training step, in hooks between two steps,
+        and after a fit.
         """
         return False
 
@@ -297,7 +299,8 @@ class Sharded(ABC):
     #: Whether the root was called in a backward pass that may still run.
     is_called_in_backward: bool = False
 
-    #: Whether parameters were freed that the graph of :attr:`keeps_graph` holds: it can't be differentiated any more.
+    #: Whether parameters were freed that the graph of :attr:`keeps_graph` holds: the graph can't be differentiated any
+    #: more.
     has_freed_parameters_of_graph: bool = False
 
     def leaves(self) -> Iterable[Tensor]:
@@ -442,28 +445,29 @@ class Sharded(ABC):
         Raises:
             CheckpointMismatchError: They don't match. The module is unchanged.
         """
-        live = self.model_state()
-        resized = self.resized_as_they_load(live, state)
-        live = {name: value for name, value in live.items() if name not in resized}
+        own_state = self.model_state()
+        resized = self.resized_as_they_load(own_state, state)
+        own_state = {name: value for name, value in own_state.items() if name not in resized}
         tensors = {name: value for name, value in _tensors(state).items() if name not in resized}
-        fill_all(_tensors(live), tensors, strict=strict, cast=not strict, check_only=check_only)
+        fill_all(_tensors(own_state), tensors, strict=strict, cast=not strict, check_only=check_only)
         if check_only:
             return
-        # a file is read into memory, which torch does not count: a graph that has saved it would not raise
+        # torch does not count that a file is read into the parameters' memory; a graph that has saved them is to raise
         filled = [p for p, parts in self.layout().items() if any(part.name in state for part in parts)]
         increment_version([parameter for parameter in filled if not parameter.is_inference()])
         module = self.module
         with self.unsharded_view():
-            # for other entries, such as extra state, state_dict() returns copies, which only the module can load
+            # other entries than these, such as extra state, were not filled: state_dict() returns copies of them, which
+            # only the module can load
             parameters = module.named_parameters(remove_duplicate=False)
             buffers = module.named_buffers(remove_duplicate=False)
             loaded_names = {clean_name(name) for name, _ in chain(parameters, buffers)} - resized.keys()
             raw_names = {clean_name(name): name for name in type(module).state_dict(module)}
-            extra_names = (live.keys() | resized.keys()) - loaded_names
+            extra_names = (own_state.keys() | resized.keys()) - loaded_names
             extra = {raw_names[name]: _read(value) for name, value in state.items() if name in extra_names}
             if extra:
                 self.let_modules_load(module, extra, resized)
-        self.adopt_model_state(live)
+        self.adopt_model_state(own_state)
 
     def let_modules_load(self, module: nn.Module, values: Mapping[str, Any], resized: Mapping[str, Any]) -> None:
         """Let modules load entries of a state dict in their own ways.
@@ -487,10 +491,10 @@ class Sharded(ABC):
             ) from error
 
     def resized_as_they_load(self, live: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-        """Saved buffers of another shape than the module's, where their modules load them in a way of their own.
+        """Saved buffers of another shape than the module's, whose modules may resize them as they load.
 
-        That may resize them, as observers of quantization-aware training do, and vocabularies that grow. Such modules
-        load the whole saved value.
+        A module that loads its state in a way of its own may do so, as observers of quantization-aware training do, and
+        vocabularies that grow. Such modules load the whole saved value.
         """
         resized = {
             name: value
@@ -602,7 +606,7 @@ def sharded_around(module: nn.Module) -> tuple[Sharded, str] | None:
     return sharded, f"{name}." if name else ""
 
 
-def keep(sharded: Sharded) -> None:
+def attach_sharded(sharded: Sharded) -> None:
     """Attach a :class:`Sharded` to its root and to the user's module."""
     with _roots_lock:
         _all_roots.add(sharded)

@@ -250,7 +250,7 @@ def _describe_value(part: Part, parameter: Tensor, value: Any) -> Any:
         return part.of(value)
     # One value per parameter, such as a step count: the rank with the first element saves it.
     chunk = Chunk(offsets=(0,) * value.ndim, data=value.detach())
-    replica = 0 if part.is_first else 1
+    replica = 0 if part.holds_first_element else 1
     return ChunkedTensor(shape=tuple(value.shape), dtype=value.dtype, chunks=(chunk,), replica=replica)
 
 

@@ -67,7 +67,7 @@ class XLASharded(Sharded):
     @contextmanager
     def unsharded_view(self) -> Iterator[None]:
         with as_user_wrote(self.root, self._orders) as by_name:
-            self.remember(by_name.items())
+            self.record_parameter_names(by_name.items())
             yield
 
     def layout(self) -> Layout:

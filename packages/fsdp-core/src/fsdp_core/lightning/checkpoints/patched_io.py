@@ -291,8 +291,6 @@ def _is_sharded_folder(path: Any) -> bool:
     from fsdp_core.checkpoint.storage.recognition import is_scattered_part
 
     try:
-        return is_checkpoint(path) or is_scattered_part(
-            path
-        )  # reading a part says what is missing
+        return is_checkpoint(path) or is_scattered_part(path)  # reading a part says what is missing
     except Exception:  # an inaccessible path: the error is left to Lightning
         return False
