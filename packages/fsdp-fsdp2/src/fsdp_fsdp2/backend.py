@@ -81,7 +81,7 @@ from fsdp_fsdp2.user_sharding.takeover import (
     is_divided,
     is_sharded_by_user,
     refuse_dtensors_outside_units,
-    refuse_options_beside,
+    refuse_options_with_own_sharding,
     units_of_user,
 )
 
@@ -175,7 +175,7 @@ class FSDP2Backend(Backend):
             options_given = [name for name in self.options.changed_options() if name not in _OPTIONS_BESIDE_UNITS]
             if self.options.parallelize_fn:
                 options_given.append("parallelize_fn")
-            refuse_options_beside(module, options_given)
+            refuse_options_with_own_sharding(module, options_given)
             check_no_context_parallel(self.runtime.mesh, "a module that its own code shards")
             _check_sharded_by_user(module)
         if self.options.parallelize_fn is not None:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, overload
 from fsdp_core.lightning import LightningOptions, ShardedStrategy, takes
 from fsdp_core.sharding import ShardingOptions
 from fsdp_fsdp2.backend import FSDP2Backend
-from fsdp_fsdp2.data_sampler import sampled_by
+from fsdp_fsdp2.data_sampler import apply_data_sampler
 from fsdp_fsdp2.meshes import sizes_by_position
-from fsdp_fsdp2.migration import ALWAYS, OTHER_OPTIONS
+from fsdp_fsdp2.migration import ACCEPTED_VALUES, MIGRATION_HINTS
 from fsdp_fsdp2.options import FSDP2Options
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ class FSDP2Ranks(ShardedStrategy):
     strategy_name = "fsdp2"
     options_class: ClassVar[type[ShardingOptions]] = _Options
     backend_class = FSDP2Backend
-    migration_hints: ClassVar = OTHER_OPTIONS
-    accepted_noops: ClassVar = ALWAYS
+    migration_hints: ClassVar = MIGRATION_HINTS
+    accepted_noops: ClassVar = ACCEPTED_VALUES
 
     options: FSDP2Options
     backend: FSDP2Backend
@@ -63,4 +63,4 @@ class FSDP2Ranks(ShardedStrategy):
     def process_dataloader(self, dataloader: Any) -> Any:
         """Apply ``data_sampler`` to a loader, before the front end prepares it."""
         adapter: Any = super()
-        return adapter.process_dataloader(sampled_by(self.options.data_sampler, dataloader))
+        return adapter.process_dataloader(apply_data_sampler(self.options.data_sampler, dataloader))

@@ -71,10 +71,10 @@ class FSDP2Sharded(Sharded):
         shards: The sharded parameters by the module's names.
         replicated: The replicated parameters; ``None`` if there are none.
         step: The gradients that gathered parameters show inside a manual step.
-        gathering: What reshards units that are gathered.
-        unused: What reduces gradients of parameters that this rank's backward pass does not reach.
-        assigned: What detects assignments to the ``.data`` of sharded parameters.
-        context: What makes attention see the whole sequence; ``None`` without context parallelism.
+        gathering: Reshards units that are gathered.
+        unused: Reduces gradients of parameters that this rank's backward pass does not reach.
+        assigned: Detects assignments to the ``.data`` of sharded parameters.
+        context: Makes attention see the whole sequence; ``None`` without context parallelism.
         interrupted: Whether an exception has ended a step under a torch that can't recover a module from it.
     """
 
