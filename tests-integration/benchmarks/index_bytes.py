@@ -28,8 +28,8 @@ from fsdp_core.checkpoint.format.patterns import PatternedChunks
 from fsdp_core.checkpoint.indexes import (
     FirstRankSummary,
     Index,
-    Message,
     LastSave,
+    Message,
     TensorSpec,
     pack_message,
     table_digest,
