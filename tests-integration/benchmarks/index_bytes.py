@@ -28,8 +28,8 @@ from fsdp_core.checkpoint.format.patterns import PatternedChunks
 from fsdp_core.checkpoint.indexes import (
     FirstRankSummary,
     Index,
+    LastSave,
     Message,
-    Remembered,
     TensorSpec,
     pack_message,
     table_digest,
@@ -138,7 +138,7 @@ def all_units() -> list[dict[str, tuple[int, ...]]]:
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def manifest_of(specs: Sequence[TensorSpec], messages: Sequence[Message], last: Remembered | None, save_id: str) -> Any:
+def manifest_of(specs: Sequence[TensorSpec], messages: Sequence[Message], last: LastSave | None, save_id: str) -> Any:
     """What rank 0 does with the messages: the merged indexes, and the manifest's bytes."""
     merged = merge_messages(specs, messages, last)
     files = dict(entry for rank, one in enumerate(messages) for entry in one.entries(save_id, rank))
@@ -162,9 +162,9 @@ def manifest_of(specs: Sequence[TensorSpec], messages: Sequence[Message], last: 
 def measure(sharding: str, ranks: int) -> dict[str, Any]:
     """Two saves on so many ranks."""
     at_first = _resident("VmRSS")
-    first_rank, remembered = FirstRankSummary(table_digest(tensors()), None), dict[int, Remembered]()
+    first_rank, remembered = FirstRankSummary(table_digest(tensors()), None), dict[int, LastSave]()
     result: dict[str, Any] = {"sharding": sharding, "ranks": ranks, "tensors": len(tensors())}
-    last: Remembered | None = None
+    last: LastSave | None = None
     for number, name in enumerate(("first save", "second save")):
         save_id = f"{number:012x}"
         sent = []  # pickled, as between ranks
@@ -188,8 +188,8 @@ def measure(sharding: str, ranks: int) -> dict[str, Any]:
             "peak memory of rank 0": _resident("VmHWM") - at_first,
             "bytes of the manifest": len(text),
         }
-        last = Remembered(save_id, messages[0].boxes_digest, merged)
-        remembered = {rank: Remembered(save_id, one.boxes_digest, None) for rank, one in enumerate(messages)}
+        last = LastSave(save_id, messages[0].boxes_digest, merged)
+        remembered = {rank: LastSave(save_id, one.boxes_digest, None) for rank, one in enumerate(messages)}
         first_rank = FirstRankSummary(first_rank.table_digest, save_id)
     begin = time.perf_counter()
     manifest = Manifest.from_json(text)

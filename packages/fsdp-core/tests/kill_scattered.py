@@ -33,7 +33,7 @@ RANKS = 2
 STEPS: dict[str, tuple[int, Any, str, str]] = {
     "claimed by rank 0": (0, local_target.LocalTarget, "claim_for_first", "after"),
     "claimed": (1, local_target.LocalTarget, "claim", "after"),
-    "recorded": (1, saving.PerHostSave, "record", "after"),
+    "recorded": (1, saving.PerHostSave, "write_part_record", "after"),
     "merged": (0, saving, "_write_state", "after"),
     "published": (1, local_target.LocalTarget, "publish", "after"),
     "before the commit": (0, commit.SaveTarget, "commit", "before"),

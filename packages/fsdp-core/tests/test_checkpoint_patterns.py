@@ -242,10 +242,10 @@ def test_a_plan_that_was_saved_before_is_not_sent_again(
             save_parts(tmp_path / "c", runtime, more=lacks)
         step(3.0)  # what is known is from before the failure
         if runtime.rank == 1:  # as after an interrupt of this rank alone
-            indexes.memory_of(runtime).last = None
+            indexes.save_memory_of(runtime).last = None
         step(4.0)
         if runtime.rank == 0:
-            indexes.memory_of(runtime).last = None
+            indexes.save_memory_of(runtime).last = None
         step(5.0)
         step(6.0)
 

@@ -267,7 +267,7 @@ def test_a_save_that_fails_at_any_step_leaves_what_was_there(
 
     for owner, name in (
         (local_target.LocalTarget, "claim"),
-        (saving.PerHostSave, "record"),
+        (saving.PerHostSave, "write_part_record"),
         (local_target.LocalTarget, "publish"),
         (commit.SaveTarget, "commit"),
     ):

@@ -290,7 +290,9 @@ def test_a_full_file_on_a_full_disk_is_told_on_every_rank(tmp_path: Path) -> Non
         raise OSError(errno.ENOSPC, "No space left on device")
 
     path = str(tmp_path / "full.ckpt")
-    results = on_threads(2, lambda runtime: write_full(path, {}, {}, write=no_room, runtime=runtime, async_saves=None))
+    results = on_threads(
+        2, lambda runtime: write_full(path, {}, gathered_from={}, write=no_room, runtime=runtime, async_saves=None)
+    )
     for error in results:
         assert isinstance(error, CheckpointError), error
         assert str(error).startswith(f"writing {path} failed: OSError: [Errno {errno.ENOSPC}]"), error

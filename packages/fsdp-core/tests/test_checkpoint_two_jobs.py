@@ -36,7 +36,7 @@ from fsdp_core.checkpoint.storage import local_or_remote_folder as folder
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
 from fsdp_core.cli import checkpoint as command
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
-from fsdp_core.lightning.checkpoints.full.opening import read_whole
+from fsdp_core.lightning.checkpoints.full.opening import read_full_state
 from versioned_saves import (
     Stop,
     another_writer,
@@ -399,7 +399,7 @@ READERS: dict[str, Callable[[Path], float]] = {
     "load": read_fully,
     "load_state_dict": lambda path: float(load_state_dict(path)["b"][0]),
     "verify": lambda path: verify(path) or 0.0,
-    "read_whole": lambda path: float(read_whole(path)["best"]),
+    "read_full_state": lambda path: float(read_full_state(path)["best"]),
     "describe": lambda path: describe(path) and 0.0,
     "compare": lambda path: float(bool(compare(path, path))),
     "consolidate": lambda path: consolidate_safetensors(path, path.with_name("out"), overwrite=True) and 0.0,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
 from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.lightning.outside_steps.redirection import explain_shards
+from fsdp_core.lightning.outside_steps.error_notes import explain_shards
 from fsdp_core.testing import RankPool
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.torch_private.dtensor_random import draw_for_shards

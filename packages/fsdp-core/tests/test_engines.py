@@ -54,9 +54,9 @@ def test_devices_are_those_that_ray_gave(device: str, given: list[str], message:
 
 def test_the_number_of_nodes_is_rays() -> None:
     alone = ProcessGroupRuntime()
-    assert (worker("cpu").nodes(alone, 1), worker("cpu").nodes(alone, 2)) == (2, 2)
+    assert (worker("cpu").count_nodes(alone, 1), worker("cpu").count_nodes(alone, 2)) == (2, 2)
     with pytest.raises(UnsupportedCapabilityError, match="num_nodes=3 contradicts Ray Train, whose 4 workers run on 2"):
-        worker("cpu").nodes(alone, 3)
+        worker("cpu").count_nodes(alone, 3)
 
 
 def test_without_ray_nothing_is_asked() -> None:

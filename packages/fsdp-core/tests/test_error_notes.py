@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_core.lightning.outside_steps.redirection import explain_shards
+from fsdp_core.lightning.outside_steps.error_notes import explain_shards
 
 
 def resize_token_embeddings() -> None:

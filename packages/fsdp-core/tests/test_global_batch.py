@@ -14,7 +14,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from fsdp_core.checkpoint import save
 from fsdp_core.errors import ShardingError
 from fsdp_core.lightning import GlobalBatch, micro_batches
-from fsdp_core.lightning.checkpoints.attempts import newest
+from fsdp_core.lightning.checkpoints.attempts import find_newest
 from fsdp_core.runtime import ProcessGroupRuntime
 from quiet_trainer import quiet_trainer
 
@@ -87,9 +87,9 @@ def test_the_newest_follows_from_what_led_to_it_and_not_from_a_clock(tmp_path: P
     later = saved(tmp_path / "b", ["1"], 10, seconds=800)
     after = saved(tmp_path / "c", ["1", "2"], 9, seconds=700)  # which began from the step 8
     other = saved(tmp_path / "d", ["3"], 1, seconds=1000)
-    assert (newest([early, later]), newest([early, later, after])) == (later, after)
-    assert newest([early, other]) is None  # of another run: nothing but a clock can tell
-    assert newest([early, str(tmp_path)]) is None
+    assert (find_newest([early, later]), find_newest([early, later, after])) == (later, after)
+    assert find_newest([early, other]) is None  # of another run: nothing but a clock can tell
+    assert find_newest([early, str(tmp_path)]) is None
 
 
 def test_last_is_the_newest_wherever_it_was_saved(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from fsdp_core.lightning.loaders.position import (
     POSITION,
     ResumableSampler,
     copy_without_position,
-    follow,
     position_of,
     sampler_of,
+    track_position,
 )
 
 LOADERS = [DataLoader, StatefulDataLoader]
@@ -35,7 +35,7 @@ def followed(kind: Any, size: int, world_size: int, rank: int, batch: int, epoch
     options = {key: kwargs.pop(key) for key in ("num_workers", "drop_last") if key in kwargs}
     order = torchs(size, world_size, rank, epoch, **kwargs)
     loader = kind(range(size), batch_size=batch, sampler=order, collate_fn=list, **options)
-    assert follow(loader, order) is position_of(loader) is not None
+    assert track_position(loader, order) is position_of(loader) is not None
     return loader
 
 
@@ -192,7 +192,7 @@ def samples() -> Any:
 def test_loaders_whose_position_is_not_followed(make: Any) -> None:
     order: Any = DistributedSampler(samples(), 2, 0)
     loader = make(order)
-    assert follow(loader, sampler_of(loader)) is None
+    assert track_position(loader, sampler_of(loader)) is None
     assert position_of(loader) is None
 
 
@@ -204,7 +204,7 @@ def test_loaders_whose_position_is_followed() -> None:
             DataLoader(samples(), batch_sampler=BatchSampler(order, 2, False)),
             StatefulDataLoader(samples(), sampler=order),
         ):
-            position = follow(loader, sampler_of(loader))
+            position = track_position(loader, sampler_of(loader))
             assert position is not None
-            assert follow(loader, sampler_of(loader)) is position
+            assert track_position(loader, sampler_of(loader)) is position
             assert torch.tensor([torch.as_tensor(item).tolist() for item in loader]).flatten().tolist() == [1, 3]

@@ -28,7 +28,7 @@ def test_both_files_know_the_same_modules() -> None:
     from fsdp_core.autoload import STRATEGY_MODULES
     from fsdp_core.lightning.registration import entries as names
 
-    assert tuple(names._HOMES) == STRATEGY_MODULES
+    assert tuple(names._LOCATIONS) == STRATEGY_MODULES
 
 
 def test_lightnings_own_names_stay_lightnings(site: Site) -> None:

@@ -17,10 +17,10 @@ from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.sharded_init import (
     KeptPart,
     check_same_parts,
+    detach_part,
     is_part,
     keep_parts,
     kept_as_built,
-    let_go_of,
 )
 from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.testing.refusals import assert_says, refusal
@@ -53,7 +53,7 @@ def whole(change: Callable[[nn.Linear], Any] = lambda layer: None) -> Tensor:
     for rank in range(3):
         layer = built(rank)
         change(layer)
-        kept = let_go_of(layer.weight)
+        kept = detach_part(layer.weight)
         assert kept is not None
         assert type(layer.weight) is nn.Parameter
         parts.append(kept.part)
@@ -76,7 +76,7 @@ def test_a_rank_keeps_its_part_and_the_shape() -> None:
         assert torch.zeros_like(parameter).is_contiguous()
         assert parameter.requires_grad
         assert parameter.is_leaf
-    parts = [let_go_of(built(rank).weight) for rank in range(3)]
+    parts = [detach_part(built(rank).weight) for rank in range(3)]
     assert [part.part.numel() for part in parts if part is not None] == [7, 7, 6]
 
 
@@ -148,7 +148,7 @@ def test_one_is_written_from_another() -> None:
         teacher.weight.copy_(student.weight)  # either may be open
         student.weight.mul_(3.0)
         teacher.weight.lerp_(student.weight, 0.5)
-        kept = let_go_of(teacher.weight)
+        kept = detach_part(teacher.weight)
         assert kept is not None
         parts.append(kept.part)
     assert torch.cat(parts).tolist() == [4.0] * 20
@@ -162,7 +162,7 @@ def test_a_copy_keeps_its_part() -> None:
     again = copy.deepcopy(twin)
     assert again[0].weight is again[1].weight
     for name in ("weight", "bias"):
-        kept, of_twin = let_go_of(getattr(layer, name)), let_go_of(getattr(again[0], name))
+        kept, of_twin = detach_part(getattr(layer, name)), detach_part(getattr(again[0], name))
         assert isinstance(kept, KeptPart)
         assert isinstance(of_twin, KeptPart)
         assert torch.equal(kept.part, of_twin.part)
@@ -284,6 +284,6 @@ def test_parameters_that_are_not_divided() -> None:
 
 def test_half_precision_is_kept_too() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        kept = let_go_of(built(2, dtype=dtype).weight)
+        kept = detach_part(built(2, dtype=dtype).weight)
         assert kept is not None
         assert kept.part.dtype is dtype

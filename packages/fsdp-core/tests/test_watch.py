@@ -35,7 +35,7 @@ from fsdp_core.watch import watcher
 from fsdp_core.watch.hub import Hub
 from fsdp_core.watch.locations import Location, StandStill, location_of, stacks
 from fsdp_core.watch.messages import Connection, connect
-from fsdp_core.watch.verdicts import Member, Report, hang, lost, verdict_of_error
+from fsdp_core.watch.verdicts import Member, Report, verdict_of_error, verdict_of_hang, verdict_of_loss
 from fsdp_core.watch.watcher import Watcher, start_time_of
 
 MEMBERS = [Member(rank=rank, host="a" if rank < 2 else "b", pid=100 + rank) for rank in range(4)]
@@ -119,14 +119,14 @@ STANDING: dict[str, tuple[tuple[Location | None, ...], str]] = {
 def test_the_rank_that_is_behind(case: str) -> None:
     locations, says = STANDING[case]
     ended = (3,) if case == "one has ended" else ()
-    verdict = hang(MEMBERS[: len(locations)], reports(*locations), ended, 30.0)
+    verdict = verdict_of_hang(MEMBERS[: len(locations)], reports(*locations), ended, 30.0)
     assert says in verdict.message, verdict.message
     assert "ranks have waited for each other for 30 s" in verdict.message
     assert [one.rank for one in verdict.kill] == ([1] if case == "one is silent" else [])
 
 
 def test_a_lost_host_is_told_by_its_ranks() -> None:
-    message = lost(MEMBERS[2:], "at step 4", host_is_silent=True).message
+    message = verdict_of_loss(MEMBERS[2:], "at step 4", host_is_silent=True).message
     assert message.startswith(
         "rank 2 on b (process 102), rank 3 on b (process 103) were lost at step 4: their host has not"
     )
@@ -292,7 +292,9 @@ def test_a_rank_that_waits_in_lightnings_barrier_says_so(
     ours, other = connected()
 
     def train() -> None:
-        made.append(Watcher(Connection(ours), MEMBERS[1], MEMBERS[0], 0.2, lambda: "at step 0", None))
+        made.append(
+            Watcher(Connection(ours), MEMBERS[1], MEMBERS[0], hang_timeout=0.2, progress=lambda: "at step 0", hub=None)
+        )
         call()
 
     thread = threading.Thread(target=train)
@@ -335,10 +337,12 @@ def test_the_traceback_of_an_exception_comes_before_what_is_made_of_it(
     monkeypatch.setattr(sys, "excepthook", lambda *_: told_before.append(bool(select.select([other], [], [], 0.2)[0])))
     monkeypatch.setattr(atexit, "register", lambda *_: None)
     monkeypatch.setattr(os, "register_at_fork", lambda **_: None)
-    watching = Watcher(Connection(ours), MEMBERS[1], MEMBERS[0], 60.0, lambda: "at step 1", None)
+    watching = Watcher(
+        Connection(ours), MEMBERS[1], MEMBERS[0], hang_timeout=60.0, progress=lambda: "at step 1", hub=None
+    )
     monkeypatch.setattr(watcher, "_watching", watching)
     try:
-        watcher._install()
+        watcher._install_hooks()
         error = ValueError("a bad batch")
         error = error if where == "the script" else in_worker(error)
         sys.excepthook(type(error), error, None)
@@ -364,7 +368,9 @@ def test_a_process_with_many_open_files_is_watched_like_any_other() -> None:
     ours, other = connected()
     held = socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD, 1500))
     ours.close()
-    watcher = Watcher(Connection(held), MEMBERS[1], MEMBERS[0], 60.0, lambda: "at step 1", None)
+    watcher = Watcher(
+        Connection(held), MEMBERS[1], MEMBERS[0], hang_timeout=60.0, progress=lambda: "at step 1", hub=None
+    )
     try:
         other.send(kind="report?")
         assert [message["kind"] for message in other.receive()] == ["report"]

@@ -34,7 +34,7 @@ _SECONDS_FOR_QUEUE = 60.0
 _last_group_destroyed = float("-inf")
 
 
-def _destroy(group: Any) -> None:
+def _destroy_group(group: Any) -> None:
     global _last_group_destroyed
     if group is None:
         note_meshes()
@@ -434,7 +434,7 @@ class ProcessGroupRuntime(Runtime):
         atexit.register(self.stop)
 
     def described(self) -> str:
-        if self._alone:
+        if self._is_alone:
             return super().described()
         by_device = dict(entry.split(":") for entry in dist.get_backend_config().split(",") if ":" in entry)
         return f"{super().described()} ({by_device.get(self.device.type) or dist.get_backend()})"
@@ -443,7 +443,7 @@ class ProcessGroupRuntime(Runtime):
         if self._owns_group and dist.is_initialized():
             if not hasattr(sys, "last_value"):  # it ends by no exception, after which collectives may have no peers
                 self._finish_queued()
-            _destroy(None)
+            _destroy_group(None)
         self._owns_group = False
         self._along.clear()
 
@@ -461,11 +461,11 @@ class ProcessGroupRuntime(Runtime):
                 time.sleep(0.001)
 
     @property
-    def _alone(self) -> bool:
+    def _is_alone(self) -> bool:
         return not dist.is_initialized()
 
     @property
-    def _on_host(self) -> bool:
+    def _can_use_host_memory(self) -> bool:
         """Whether the group can communicate tensors in host memory."""
         return "cpu:" in dist.get_backend_config(self._group)
 
@@ -478,7 +478,7 @@ class ProcessGroupRuntime(Runtime):
         group = group or self._group
         if isinstance(tensor, DTensor):
             return tensor.full_tensor()  # this has reduced it over all ranks
-        if self._alone:
+        if self._is_alone:
             return tensor
         if op == "mean":
             # gloo has no average; integers keep their dtype by rounding towards zero, as Lightning's reduction does.
@@ -489,7 +489,7 @@ class ProcessGroupRuntime(Runtime):
         return tensor
 
     def reduce_scatter(self, tensor: Tensor, op: ReduceOp | str = "mean") -> Tensor:
-        if self._alone:
+        if self._is_alone:
             return tensor[0]
         row = torch.empty_like(tensor[0])
         reduce_op = dist.ReduceOp.SUM if op == "mean" else getattr(dist.ReduceOp, str(op).upper())
@@ -502,7 +502,7 @@ class ProcessGroupRuntime(Runtime):
         group = group or self._group
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
-        if self._alone:
+        if self._is_alone:
             return tensor.unsqueeze(0)
         tensor = tensor.contiguous()
         if sync_grads:
@@ -514,38 +514,38 @@ class ProcessGroupRuntime(Runtime):
         return torch.stack(gathered)
 
     def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        if self._alone:
+        if self._is_alone:
             return tensor
         received = tensor.new_empty(sum(receive))
         dist.all_to_all_single(received, tensor, list(receive), list(send), group=self._group)
         return received
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        if not self._alone:
+        if not self._is_alone:
             dist.broadcast(tensor.detach(), group=self._group, group_src=src)
         return tensor
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        if self._alone:
+        if self._is_alone:
             return obj
         box = [obj]
         dist.broadcast_object_list(box, group=self._group, group_src=src)
         return box[0]
 
     def gather_objects(self, obj: Any) -> list[Any]:
-        if self._alone:
+        if self._is_alone:
             return [obj]
         box: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(box, obj, group=self._group)
         return box
 
     def gather_objects_to(self, obj: Any, dst: int = 0) -> list[Any] | None:
-        if self._alone:
+        if self._is_alone:
             return [obj]
         world_size = dist.get_world_size(self._group)
         is_here = dist.get_rank(self._group) == dst
         gathered: list[Any] = [obj] * world_size
-        if not self._on_host:  # NCCL would make a communicator for each pair of ranks
+        if not self._can_use_host_memory:  # NCCL would make a communicator for each pair of ranks
             dist.gather_object(obj, gathered if is_here else None, group=self._group, group_dst=dst)
             return gathered if is_here else None
         # dist.gather_object would first tell every rank the size of every rank's object
@@ -560,9 +560,11 @@ class ProcessGroupRuntime(Runtime):
         return gathered
 
     def total(self, numbers: Sequence[int]) -> list[int]:
-        if self.world_size == 1 or self._alone:
+        if self.world_size == 1 or self._is_alone:
             return list(numbers)
-        sums = torch.tensor(list(numbers), dtype=torch.int64, device="cpu" if self._on_host else self.device)
+        sums = torch.tensor(
+            list(numbers), dtype=torch.int64, device="cpu" if self._can_use_host_memory else self.device
+        )
         dist.all_reduce(sums, dist.ReduceOp.SUM, group=self._group)
         return [int(total) for total in sums.tolist()]
 
@@ -601,7 +603,7 @@ class ProcessGroupRuntime(Runtime):
             store.delete_key(f"{previous}/all")
 
     def barrier(self) -> None:
-        if self._alone:
+        if self._is_alone:
             return
         if devices.is_accelerator(self.device):
             dist.barrier(group=self._group, device_ids=[self.device.index or 0])
@@ -641,11 +643,11 @@ class _SideChannel(ProcessGroupRuntime):
             self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     @property
-    def _alone(self) -> bool:
+    def _is_alone(self) -> bool:
         return self._group is None
 
     def stop(self) -> None:
         if self._group is not None and dist.is_initialized():
             with suppress(ValueError):  # it was destroyed already, with all other groups
-                _destroy(self._group)
+                _destroy_group(self._group)
         self._group = None

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 
 import fsdp_core
 from fsdp_core.errors import ShardingError
-from fsdp_core.lightning.checkpoints.full.opening import read_whole
+from fsdp_core.lightning.checkpoints.full.opening import read_full_state
 from fsdp_core.testing import Ranks
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
@@ -181,7 +181,7 @@ class CheckpointFilesSuite(Clauses):
                 assert_says(said["a file"], "full_state_dict(")
             assert_says(said["in a step"], "inside a step", "on_train_batch_end()")
         path = tmp_path / "computed"
-        state = read_whole(path) if kind == "sharded" else torch.load(path, weights_only=True)
+        state = read_full_state(path) if kind == "sharded" else torch.load(path, weights_only=True)
         assert state["state_dict"].keys() == {*kept, "renamed"}
         for name, tensor in {**kept, "renamed": want["net.frozen.weight"]}.items():
             assert torch.equal(state["state_dict"][name], tensor.cpu().to(torch.bfloat16)), name

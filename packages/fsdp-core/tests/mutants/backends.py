@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from fsdp_core.checkpoint import fill_all
 from fsdp_core.errors import OptimizerMismatchError
 from fsdp_core.gradients.clipping import clip_grads_by_norm
-from fsdp_core.initialization.sharded_init import kept_as_built, let_go_of
+from fsdp_core.initialization.sharded_init import detach_part, kept_as_built
 from fsdp_core.lightning.features import sharded_optimizers
 from fsdp_core.sharding.plan import ParameterPlan, ShardingPlan
 from fsdp_core.sharding.sharded import Sharded
@@ -355,9 +355,9 @@ class PartsOfItsOwn(LoopbackBackend):
 
     def shard_module(self, module: nn.Module, plan: ShardingPlan) -> LoopbackSharded:
         for parameter in module.parameters():
-            part = let_go_of(parameter)
+            part = detach_part(parameter)
             if part is not None:
-                parameter.data = part.opened().nan_to_num()
+                parameter.data = part.to_full_shape().nan_to_num()
         return super().shard_module(module, plan)
 
 

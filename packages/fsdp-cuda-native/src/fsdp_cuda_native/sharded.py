@@ -110,7 +110,7 @@ class NativeSharded(Sharded):
         for unit in self._units:
             torch_private.write_back(unit)
         with as_user_wrote(self.root, self._orders) as by_name:
-            self.remember(by_name.items())
+            self.record_parameter_names(by_name.items())
             yield
 
     def layout(self) -> Layout:
@@ -127,11 +127,11 @@ class NativeSharded(Sharded):
             self._layout = (parameters, layout)
         return layout
 
-    def holds_part(self, parameter: Tensor) -> bool:
+    def is_shard(self, parameter: Tensor) -> bool:
         return self.backend.shards and is_flattened(parameter)
 
-    def shows_piece(self, parameter: Tensor) -> bool:
-        return self.backend.options.use_orig_params and self.holds_part(parameter)
+    def is_guarded_shard(self, parameter: Tensor) -> bool:
+        return self.backend.options.use_orig_params and self.is_shard(parameter)
 
     def aliases(self) -> dict[str, str]:
         self.reshard()
@@ -248,7 +248,7 @@ class NativeSharded(Sharded):
         return any(torch_private.is_kept(unit) for unit in self._units)
 
     @property
-    def has_freed_graph(self) -> bool:  # type: ignore[override]
+    def has_freed_parameters_of_graph(self) -> bool:  # type: ignore[override]
         return any(torch_private.was_kept(unit) for unit in self._units)
 
     def gather_again(self) -> None:
@@ -321,7 +321,7 @@ class NativeSharded(Sharded):
             parameters,
             max_norm,
             runtime=self.runtime,
-            is_sharded=self.holds_part,
+            is_sharded=self.is_shard,
             group=self.backend.group_to_shard_over(),
             norm_type=norm_type,
             error_if_nonfinite=error_if_nonfinite,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 
-from fsdp_core.sharding import KeptPart, OutsideAttributes, cast_inputs, let_go_of
+from fsdp_core.sharding import KeptPart, OutsideAttributes, cast_inputs, detach_part
 from fsdp_core.state import gathered_modules
 
 __all__ = ["WrappedUnit", "called_for", "cast_inputs_of", "renew_parameters"]
@@ -65,7 +65,7 @@ def renew_parameters(
     for module in modules:
         for name, old in list(module.named_parameters(recurse=False)):
             if id(old) not in renewed:
-                part = let_go_of(old)
+                part = detach_part(old)
                 data = old.data if part is None else _without_memory(part, device)
                 new = nn.Parameter(data, requires_grad=old.requires_grad)
                 new.__dict__.update(old.__dict__)

@@ -71,6 +71,7 @@ from fsdp_fsdp2.torch_private.parameter_groups import (
     reset_sharded_params,
 )
 from fsdp_fsdp2.user_sharding.built_parameters import follow_building, note_built
+from fsdp_fsdp2.user_sharding.initial_values import materialize_sharded, refuse_changed_on_meta
 from fsdp_fsdp2.user_sharding.parallelize_fn import call_parallelize_fn
 from fsdp_fsdp2.user_sharding.takeover import (
     check_meshes,
@@ -80,10 +81,9 @@ from fsdp_fsdp2.user_sharding.takeover import (
     is_divided,
     is_sharded_by_user,
     refuse_dtensors_outside_units,
-    refuse_options_beside,
+    refuse_options_with_own_sharding,
     units_of_user,
 )
-from fsdp_fsdp2.user_sharding.values import place_sharded, refuse_changed_on_meta
 
 __all__ = ["FSDP2Backend"]
 
@@ -172,10 +172,10 @@ class FSDP2Backend(Backend):
     def check_shardable(self, module: nn.Module) -> None:
         super().check_shardable(module)
         if is_sharded_by_user(module):
-            options_given = [name for name in self.options.changed_options() if name not in _OPTIONS_BESIDE]
+            options_given = [name for name in self.options.changed_options() if name not in _OPTIONS_BESIDE_UNITS]
             if self.options.parallelize_fn:
                 options_given.append("parallelize_fn")
-            refuse_options_beside(module, options_given)
+            refuse_options_with_own_sharding(module, options_given)
             check_no_context_parallel(self.runtime.mesh, "a module that its own code shards")
             _check_sharded_by_user(module)
         if self.options.parallelize_fn is not None:
@@ -322,8 +322,9 @@ class FSDP2Backend(Backend):
         if is_by_user:
             check_meshes(module, self.runtime, self._fsdp_mesh)
             size = self.runtime.mesh.tensor_parallel
-            has_plan = self.options.tp_plan is not None and not is_by_function  # a function applies it, or does not
-            if size > 1 and not has_plan and not is_divided(module, self.runtime):
+            # parallelize_fn has applied the plan already, or it has not
+            will_apply_plan = self.options.tp_plan is not None and not is_by_function
+            if size > 1 and not will_apply_plan and not is_divided(module, self.runtime):
                 raise missing_plan(size)
         users_units = [part for part in module.modules() if isinstance(part, FSDPModule)]
         offloaded_ids = {id(parameter) for unit in users_units for parameter in offloaded_parameters(unit)}
@@ -336,11 +337,11 @@ class FSDP2Backend(Backend):
             self._wrap_forward(module, plan, unit_modules)
         for unit in units:
             if is_by_user:
-                place_sharded(unit.own, module, self.runtime, offloaded_ids)
+                materialize_sharded(unit.own, module, self.runtime, offloaded_ids)
             else:
                 place(unit.own, self.runtime)
             unsharded_params = unit.parameters()
-            users_attributes = [  # such as hints to optimizers
+            users_attributes = [  # of parameters, such as hints to optimizers, which the shards are to have too
                 (owner, name, dict(vars(parameter)))
                 for owner in unit.own
                 for name, parameter in _plain_parameters(owner)
@@ -348,7 +349,7 @@ class FSDP2Backend(Backend):
             ]
             if styles:
                 tensor_parallelize(unit.own, styles, self.device_mesh["tensor_parallel"])
-                ties_of_unit = [owners for owners in ties if owners[0][0] in unit.own]  # by the first module
+                ties_of_unit = [owners for owners in ties if _first_module_of(owners) in unit.own]
                 tie_again(ties_of_unit, module)
             if unit.module in styles:
                 return_no_view(unit.module)
@@ -414,7 +415,7 @@ class FSDP2Backend(Backend):
 
 
 #: Options that apply beside units that the user has sharded.
-_OPTIONS_BESIDE = ("activation_checkpointing_policy", "activation_checkpointing_saves")
+_OPTIONS_BESIDE_UNITS = ("activation_checkpointing_policy", "activation_checkpointing_saves")
 
 
 #: The keys of the plan's details: the style of each divided layer, whether each unit reshards, and the placements and
@@ -485,6 +486,12 @@ def _free_replaced(replaced: Iterable[nn.Parameter]) -> None:
             parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
 
 
+def _first_module_of(owners: Sequence[tuple[nn.Module, str]]) -> nn.Module:
+    """The first of the modules that hold a tied parameter."""
+    module, _ = owners[0]
+    return module
+
+
 def _find_owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The module that holds a parameter, and the parameter's name there."""
     path, _, attribute = name.rpartition(".")
@@ -500,7 +507,7 @@ def _check_dtypes(unit: nn.Module, unit_modules: Sequence[nn.Module], replicated
         replicated: Parameters that it does not shard.
 
     Raises:
-        ShardingError: They differ.
+        ShardingError: Their dtypes differ.
     """
     own = {id(parameter) for part in unit_modules for parameter in part.parameters(recurse=False)}
     sharded = own - {id(parameter) for parameter in replicated}

@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdp_core import ShardingError, UnsupportedCapabilityError
 
-__all__ = ["DataSampler", "check_data_sampler", "sampled_by"]
+__all__ = ["DataSampler", "apply_data_sampler", "check_data_sampler"]
 
 #: Given a loader, returns the loader to use instead.
 DataSampler = Callable[[Any], Any]
@@ -29,7 +29,7 @@ def check_data_sampler(data_sampler: object) -> DataSampler | None:
     )
 
 
-def sampled_by(data_sampler: DataSampler | None, loader: Any) -> Any:
+def apply_data_sampler(data_sampler: DataSampler | None, loader: Any) -> Any:
     """The loader that a data sampler returns for a loader; the loader itself without one.
 
     Raises:

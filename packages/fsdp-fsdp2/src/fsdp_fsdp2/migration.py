@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-__all__ = ["ALWAYS", "OTHER_OPTIONS"]
+__all__ = ["ACCEPTED_VALUES", "MIGRATION_HINTS"]
 
-#: Values of other libraries' options that are accepted and ignored, because they describe what happens here.
-ALWAYS: Mapping[str, Collection[object]] = {
+#: By option of another library, the values that are accepted and ignored, because they describe what happens here.
+ACCEPTED_VALUES: Mapping[str, Collection[object]] = {
     "sharding_strategy": ("FULL_SHARD",),
     "use_orig_params": (True,),
     "sync_module_states": (True,),
@@ -22,7 +22,7 @@ ALWAYS: Mapping[str, Collection[object]] = {
 }
 
 #: By option of another library, what to write instead.
-OTHER_OPTIONS: Mapping[str, str] = {
+MIGRATION_HINTS: Mapping[str, str] = {
     "sharding_strategy": "Parameters are always sharded: leave FULL_SHARD out; for SHARD_GRAD_OP write "
     "reshard_after_forward=False, and for HYBRID_SHARD data_parallel_replicate_size=2.",
     "mixed_precision": "Write precision='bf16-mixed' to Trainer or Fabric, or give an mp_policy.",

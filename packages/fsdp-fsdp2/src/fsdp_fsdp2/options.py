@@ -50,11 +50,12 @@ class FSDP2Options(ShardingOptions):
     """Which submodules recompute their activations in the backward pass: a set of classes, a function ``module ->
     bool``, or ``"every_2"`` for every second repeated block, and so on."""
     activation_checkpointing_saves: SavedOps | None = option(None, part_of="units", describe=described_ops)
-    """Which results they keep all the same: a list of operators, such as ``["aten.mm", "aten.addmm"]``, or a policy
-    function as :func:`torch.utils.checkpoint.create_selective_checkpoint_contexts` takes it."""
+    """Which results recomputing submodules keep nevertheless: a list of operators, such as ``["aten.mm",
+    "aten.addmm"]``, or a policy function as :func:`torch.utils.checkpoint.create_selective_checkpoint_contexts` takes
+    it."""
     activation_memory_budget: float | None = option(None, part_of="units")
-    """Instead of a policy, the share of activations that compiled units keep, from 0 to 1; the compiler chooses
-    which. Needs ``compile``."""
+    """The share of activations that compiled units keep, from 0 to 1; the compiler chooses which. Replaces
+    ``activation_checkpointing_policy``, and needs ``compile``."""
     activation_offload: bool = option(False, part_of="units")
     """Whether what units save for the backward pass is kept in host memory until then."""
     compile: bool | dict[str, Any] = option(False, part_of="units", describe=described_compile)
@@ -63,8 +64,8 @@ class FSDP2Options(ShardingOptions):
     """Whether linear layers compute in float8, by torchao: ``True``, emulated on CPUs; or a
     ``torchao.float8.Float8LinearConfig``."""
     float8_filter: Callable[[nn.Module, str], bool] | None = option(None, part_of="units", describe=described_filter)
-    """A function ``(module, name) -> bool`` of linear layers that do. ``None``: all. Only those whose dimensions
-    are multiples of 16 can."""
+    """A function ``(module, name) -> bool`` that chooses the linear layers that compute in float8. ``None``: all whose
+    dimensions are multiples of 16; others can't."""
     reshard_after_forward: bool | int | ReshardPolicy | None = option(None, part_of="units", describe=described_reshard)
     """Whether units free their parameters between forward and backward pass. An integer keeps them sharded over
     groups of that many ranks. ``None``: all reshard but the root and the last unit, which the backward pass needs
@@ -73,7 +74,7 @@ class FSDP2Options(ShardingOptions):
     """The number of units that are gathered ahead in the forward pass, in the order of their definition. ``None``:
     torch gathers none ahead."""
     backward_prefetch_depth: int | None = option(None, part_of="units")
-    """The same for the backward pass. ``None``: torch gathers one ahead."""
+    """The number of units that are gathered ahead in the backward pass. ``None``: torch gathers one ahead."""
     cpu_offload: bool | OffloadPolicy = option(False, part_of="units", argument="offload_policy")
     """Whether shards, gradients and optimizer state live in host memory."""
     mp_policy: MixedPrecisionPolicy | None = option(None, part_of="units")

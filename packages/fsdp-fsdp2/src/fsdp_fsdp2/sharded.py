@@ -71,10 +71,10 @@ class FSDP2Sharded(Sharded):
         shards: The sharded parameters by the module's names.
         replicated: The replicated parameters; ``None`` if there are none.
         step: The gradients that gathered parameters show inside a manual step.
-        gathering: What reshards units that are gathered.
-        unused: What reduces gradients of parameters that this rank's backward pass does not reach.
-        assigned: What detects assignments to the ``.data`` of sharded parameters.
-        context: What makes attention see the whole sequence; ``None`` without context parallelism.
+        gathering: Reshards units that are gathered.
+        unused: Reduces gradients of parameters that this rank's backward pass does not reach.
+        assigned: Detects assignments to the ``.data`` of sharded parameters.
+        context: Makes attention see the whole sequence; ``None`` without context parallelism.
         interrupted: Whether an exception has ended a step under a torch that can't recover a module from it.
     """
 
@@ -195,7 +195,7 @@ class FSDP2Sharded(Sharded):
         return bool(self.unused.recorded)
 
     @property
-    def has_freed_graph(self) -> bool:  # type: ignore[override]
+    def has_freed_parameters_of_graph(self) -> bool:  # type: ignore[override]
         return self.unused.recorded.has_freed
 
     def leaves(self) -> Iterable[Tensor]:

@@ -29,7 +29,7 @@ _SECONDS_BEFORE_JOB = 0.05
 
 _INTERRUPTED = 130  # the shell's exit status of a process ended by SIGINT
 
-#: Failures that no rank has raised yet; reported when the interpreter exits.
+#: Failures that this process has not raised yet; reported when the interpreter exits.
 _unraised: list[CheckpointError] = []
 #: The pending jobs of all instances.
 _unfinished: set[Future[None]] = set()
@@ -53,10 +53,10 @@ class AsyncSaves:
         self._staging = Staging()
         self._channel: Runtime | None = None
         self._thread: ThreadPoolExecutor | None = None
-        self._last: Future[None] | None = None
+        self._last_job: Future[None] | None = None
         self._is_awaited = threading.Event()  # set by whoever waits for the job, so that it begins at once
         self._changed = threading.Condition()  # guards the attributes below
-        self._steps = 0
+        self._step_count = 0
         self._failure: CheckpointError | None = None
         self._is_choosing_step = False  # while ranks agree on the step at which all raise the failure
         self._raising_step: int | None = None
@@ -95,12 +95,12 @@ class AsyncSaves:
             **options,
         )
 
-        def write(channel: Runtime) -> None:
+        def write_copies(channel: Runtime) -> None:
             # If one rank finds that deferred tensors were changed too early, all must fail, before they write anything.
             run_on_all(channel, f"copying what {os.fspath(path)} is to hold", self._staging.wait)
             prepared.write(channel)
 
-        self.run(f"saving {os.fspath(path)}", write)
+        self.run(f"saving {os.fspath(path)}", write_copies)
 
     def finish_copying(self) -> None:
         """Wait until the deferred tensors of the last save are copied. To be called before they are changed."""
@@ -121,9 +121,9 @@ class AsyncSaves:
             atexit.register(_exit_if_unfinished)
         assert self._channel is not None
         self._is_awaited.clear()
-        self._last = self._thread.submit(self._work, self._channel, operation, job)
-        _unfinished.add(self._last)
-        self._last.add_done_callback(_unfinished.discard)
+        self._last_job = self._thread.submit(self._run_job, self._channel, operation, job)
+        _unfinished.add(self._last_job)
+        self._last_job.add_done_callback(_unfinished.discard)
 
     def step(self) -> None:
         """Count a training step, before it is taken.
@@ -133,10 +133,10 @@ class AsyncSaves:
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._is_choosing_step)
-            self._steps += 1
-            is_due = self._raising_step is not None and self._steps >= self._raising_step
+            self._step_count += 1
+            is_due = self._raising_step is not None and self._step_count >= self._raising_step
         if is_due:
-            self.wait()
+            self.wait()  # which raises the failure
 
     def wait(self) -> None:
         """Wait for all pending jobs.
@@ -145,8 +145,8 @@ class AsyncSaves:
             CheckpointError: A job has failed.
         """
         self._is_awaited.set()
-        if self._last is not None:
-            self._last.result()
+        if self._last_job is not None:
+            self._last_job.result()
         with self._changed:
             failure = self._failure
             self._failure = None
@@ -162,8 +162,8 @@ class AsyncSaves:
             CheckpointError: A job has failed.
         """
         self._is_awaited.set()
-        if self._last is not None:
-            self._last.result()  # an interrupt leaves everything as it is
+        if self._last_job is not None:
+            self._last_job.result()  # an interrupt leaves everything as it is
         if self._thread is not None and self._channel is not None:
             self._thread.shutdown()
             self._channel.stop()
@@ -172,31 +172,33 @@ class AsyncSaves:
             self._channel = None
         self.wait()
 
-    def _work(self, channel: Runtime, operation: str, job: Callable[[Runtime], None]) -> None:
+    def _run_job(self, channel: Runtime, operation: str, job: Callable[[Runtime], None]) -> None:
+        """Run a job in the thread. After a failure that is not raised yet, jobs are skipped."""
         if self._failure is not None:
             return
         self._is_awaited.wait(_SECONDS_BEFORE_JOB)
         try:
             run_on_all(channel, operation, lambda: job(channel))  # so that either all ranks fail or none
         except Exception as error:
-            self._fail(channel, operation, error)
+            self._schedule_failure(channel, operation, error)
 
-    def _fail(self, channel: Runtime, operation: str, error: Exception) -> None:
+    def _schedule_failure(self, channel: Runtime, operation: str, error: Exception) -> None:
+        """Let all ranks raise the error of a job at the same step, which they agree on here."""
         error_class = type(error) if isinstance(error, CheckpointError) else CheckpointError
         failure = error_class(f"{operation} in the background has failed: {error}")
         failure.__cause__ = error
         with self._changed:
             self._is_choosing_step = True
-            steps = self._steps
+            latest_step = self._step_count
         try:
             # Meanwhile step() waits, so no rank can be past the step that is chosen.
-            steps = max(channel.gather_objects(steps))
+            latest_step = max(channel.gather_objects(latest_step))
         except Exception as gather_error:  # a rank has exited, so the others can't agree
             failure.add_note(f"The ranks could not agree on when to raise this: {gather_error}")
         with self._changed:
             _unraised.append(failure)
             self._failure = failure
-            self._raising_step = steps + 1
+            self._raising_step = latest_step + 1
             self._is_choosing_step = False
             self._changed.notify_all()
 
@@ -225,16 +227,17 @@ if hasattr(os, "register_at_fork"):
 def _exit_if_unfinished() -> None:
     """Exit if the wait for the thread was interrupted: the thread still uses the process group."""
     if _unfinished:
-        _exit_process("interrupted before a checkpoint was complete; what was there before is unchanged", _INTERRUPTED)
+        message = "interrupted before a checkpoint was complete; what was there before is unchanged"
+        _exit_process(message, status=_INTERRUPTED)
 
 
 @atexit.register
 def _report_unraised() -> None:
     if _unraised:
-        _exit_process("\n".join(f"{type(failure).__name__}: {failure}" for failure in _unraised), 1)
+        _exit_process("\n".join(f"{type(failure).__name__}: {failure}" for failure in _unraised), status=1)
 
 
-def _exit_process(message: str, status: int) -> None:
+def _exit_process(message: str, *, status: int) -> None:
     """Exit from an exit handler: Python offers no other way to set the exit status there."""
     print(message, file=sys.stderr)
     logging.shutdown()

@@ -72,8 +72,9 @@ def differing(samples: Sequence[Tensor], views: Sequence[Tensor]) -> list[int]:
         indices_by_form.setdefault((sampled.dtype, len(sampled)), []).append(index)
     changed: list[int] = []
     for indices in indices_by_form.values():
-        # All of a form at once, since a single comparison of so few elements costs as much as its preparation.
-        if not torch.equal(_bits([samples[i] for i in indices]), _bits([views[i] for i in indices])):
+        # All of one dtype and length at once: a comparison of so few elements costs as much as its preparation.
+        are_all_equal = torch.equal(_bits([samples[i] for i in indices]), _bits([views[i] for i in indices]))
+        if not are_all_equal:
             changed += [i for i in indices if not torch.equal(_bits([samples[i]]), _bits([views[i]]))]
     return sorted(changed)
 

@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 __all__ = [
     "FirstRankSummary",
     "Index",
-    "Memory",
+    "LastSave",
     "Message",
     "PackedBoxes",
     "RankBoxes",
-    "Remembered",
+    "SaveMemory",
     "TensorSpec",
-    "boxes_of_ranks",
-    "memory_of",
+    "collect_boxes",
     "pack_message",
+    "save_memory_of",
     "table_digest",
 ]
 
@@ -81,7 +81,7 @@ class FirstRankSummary(NamedTuple):
     last_save_id: str | None
 
 
-class Remembered(NamedTuple):
+class LastSave(NamedTuple):
     """What a rank keeps of its last save, for the next one.
 
     Attributes:
@@ -168,7 +168,7 @@ def table_digest(tensors: Sequence[TensorSpec]) -> bytes:
     return xxhash.xxh3_128_digest(_json(tensors))
 
 
-def pack_message(index: Index, first_rank: FirstRankSummary, last: Remembered | None) -> Message:
+def pack_message(index: Index, first_rank: FirstRankSummary, last: LastSave | None) -> Message:
     """Return what this rank sends.
 
     Args:
@@ -199,23 +199,23 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode("utf-8", "surrogatepass")
 
 
-class Memory:
+class SaveMemory:
     """What a rank remembers of its runtime's last save."""
 
-    last: Remembered | None = None
+    last: LastSave | None = None
 
 
-_memories: WeakKeyDictionary[Runtime, Memory] = WeakKeyDictionary()
+_memories: WeakKeyDictionary[Runtime, SaveMemory] = WeakKeyDictionary()
 _lock = threading.Lock()  # ranks may be threads
 
 
-def memory_of(runtime: Runtime) -> Memory:
+def save_memory_of(runtime: Runtime) -> SaveMemory:
     """Return what this rank remembers; empty for a new runtime."""
     with _lock:
-        return _memories.setdefault(runtime, Memory())
+        return _memories.setdefault(runtime, SaveMemory())
 
 
-def boxes_of_ranks(messages: Sequence[Message], last: Remembered | None) -> list[PackedBoxes]:
+def collect_boxes(messages: Sequence[Message], last: LastSave | None) -> list[PackedBoxes]:
     """Return the packed boxes of all ranks: those that were sent, and those that rank 0 remembers.
 
     Raises:

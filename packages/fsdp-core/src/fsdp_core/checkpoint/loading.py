@@ -13,7 +13,7 @@ from torch import Tensor
 from fsdp_core.checkpoint.collective import run_on_all, total
 from fsdp_core.checkpoint.format.manifest import StoredTensor
 from fsdp_core.checkpoint.format.plain_data import decode
-from fsdp_core.checkpoint.storage.joined import Paths, open_places, shown_paths
+from fsdp_core.checkpoint.storage.joined_folder import Paths, open_places, shown_paths
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
 from fsdp_core.checkpoint.storage.plain_json import read_plain
 from fsdp_core.checkpoint.storage.recognition import read_manifest
@@ -60,15 +60,16 @@ def load(path: Paths, *, runtime: Runtime | None = None, verify: bool = True) ->
         folder = run_on_all(runtime, action, lambda: open_places(path))
     for attempt in range(ATTEMPTS):
         load_attempt = _LoadAttempt(folder, runtime, checksums=verify)
-        save_id, faults, is_replaced = run_on_all(runtime, action, load_attempt.examine)
-        save_id_of_first = save_id if runtime is None else runtime.broadcast_object(save_id)
-        ranks_that_differ, ranks_replaced, damaged = total(
-            runtime, [save_id != save_id_of_first, is_replaced, bool(faults)]
+        found = run_on_all(runtime, action, load_attempt.examine)
+        save_id_of_first = found.save_id if runtime is None else runtime.broadcast_object(found.save_id)
+        differing_ranks, ranks_that_saw_replacement, ranks_with_faults = total(
+            runtime, [found.save_id != save_id_of_first, found.is_replaced, bool(found.faults)]
         )
-        all_agree = not ranks_that_differ
-        if all_agree and not ranks_replaced:
-            if damaged and runtime is not None:  # each rank raises the faults of all
-                for faults_of_rank in runtime.gather_objects(faults):
+        all_agree = not differing_ranks
+        if all_agree and not ranks_that_saw_replacement:
+            faults = found.faults
+            if ranks_with_faults and runtime is not None:  # each rank raises the faults of all
+                for faults_of_rank in runtime.gather_objects(found.faults):
                     faults = {**faults, **faults_of_rank}
             refuse_damage(load_attempt.files, faults)
             is_decoded = run_on_all(runtime, action, load_attempt.decode)
@@ -105,6 +106,21 @@ class _BoxesInFiles:
                 self.files.read(part.file, part.key, starts_in_part, chunk.data.detach()[inside])
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Examination:
+    """What a rank finds in a checkpoint before it is loaded.
+
+    Attributes:
+        save_id: The id of the save.
+        faults: By file, what is wrong with it.
+        is_replaced: Whether that is because another save has replaced the checkpoint.
+    """
+
+    save_id: str
+    faults: dict[str, str]
+    is_replaced: bool
+
+
 class _LoadAttempt:
     """One attempt of this rank to load a checkpoint. All ranks must take each step."""
 
@@ -116,14 +132,14 @@ class _LoadAttempt:
         self._files: StoredFiles | None = None
         self.nest: dict[str, Any] = {}
 
-    def examine(self) -> tuple[str, dict[str, str], bool]:
-        """Return the save id, the faults of this rank's files, and whether another save has replaced the checkpoint."""
+    def examine(self) -> _Examination:
+        """Read the manifest, and compare this rank's share of the files with it."""
         manifest = read_manifest(self._folder)
         runtime = self._runtime
         self._files = StoredFiles(self._folder, manifest)
         own_files = manifest.files if runtime is None else share_of(manifest.files, runtime.rank, runtime.world_size)
         faults = find_damage(self._files, own_files, checksums=self._checksums)
-        return manifest.save_id, faults, bool(faults) and self._is_replaced()
+        return _Examination(save_id=manifest.save_id, faults=faults, is_replaced=bool(faults) and self._is_replaced())
 
     @property
     def files(self) -> StoredFiles:

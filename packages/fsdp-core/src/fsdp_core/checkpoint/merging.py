@@ -16,7 +16,7 @@ from fsdp_core.checkpoint.format.chunks import StoredChunk, chunk_name
 from fsdp_core.checkpoint.format.file_names import file_of_rank, files_of
 from fsdp_core.checkpoint.format.manifest import StoredTensor
 from fsdp_core.checkpoint.format.patterns import Pattern, PatternedChunks
-from fsdp_core.checkpoint.indexes import Message, PackedBoxes, RankBoxes, Remembered, TensorSpec, boxes_of_ranks
+from fsdp_core.checkpoint.indexes import LastSave, Message, PackedBoxes, RankBoxes, TensorSpec, collect_boxes
 from fsdp_core.checkpoint.recognising import pattern_of
 from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.state.coverage import Box
@@ -88,7 +88,7 @@ def _chunks(
     )
 
 
-def merge_messages(tensors: Sequence[TensorSpec], messages: Sequence[Message], last: Remembered | None) -> Merged:
+def merge_messages(tensors: Sequence[TensorSpec], messages: Sequence[Message], last: LastSave | None) -> Merged:
     """Merge the messages of all ranks; if they are those of the last save, return its result.
 
     Args:
@@ -99,7 +99,7 @@ def merge_messages(tensors: Sequence[TensorSpec], messages: Sequence[Message], l
     Raises:
         CheckpointMismatchError: Ranks disagree on a tensor.
     """
-    packed_boxes = boxes_of_ranks(messages, last)
+    packed_boxes = collect_boxes(messages, last)
     if last is not None and last.merged is not None and all(message.boxes is None for message in messages):
         return last.merged
     layouts = merge(tensors, [RankBoxes.from_packed(boxes) for boxes in packed_boxes])

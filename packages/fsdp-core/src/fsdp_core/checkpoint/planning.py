@@ -63,19 +63,28 @@ def plan_save(state: Mapping[str, Any], kinds: Mapping[str, str], aliases: Mappi
         roots[tuple(path.split("/"))] = "model" if kinds[path] == "model" else "optimizer"
     planner = _Planner(Plan(aliases=dict(aliases)), roots, rank)
     with torch.no_grad():
-        planner.plan.plain = encode(_with_aliases(state, aliases), planner.on_tensor)
+        planner.plan.plain = encode(_with_aliases(state, aliases), planner.record_tensor)
     planner.check_aliases()
     return planner.plan
 
 
 @dataclass
 class _Planner:
+    """Fills a plan.
+
+    Attributes:
+        plan: The plan.
+        roots: The section of each model's and optimizer's state, by the keys that lead to it.
+        rank: This rank.
+        alias_leaves: The tensors found under additional names.
+    """
+
     plan: Plan
     roots: dict[Keys, Section]
     rank: int
     alias_leaves: dict[str, TensorLeaf] = field(default_factory=dict)
 
-    def on_tensor(self, keys: Keys, leaf: TensorLeaf) -> dict[str, str]:
+    def record_tensor(self, keys: Keys, leaf: TensorLeaf) -> dict[str, str]:
         """Record a leaf of the state, and return its reference in the plain data."""
         names = tuple(map(escape, keys))
         path = "/".join(names)

@@ -39,7 +39,7 @@ class SharedSave:
     def __init__(self, target: SaveTarget, rank: int) -> None:
         self.target, self.rank = target, rank
 
-    def running(self) -> AbstractContextManager[None]:
+    def counting_as_writer(self) -> AbstractContextManager[None]:
         """A context in which this process counts as a writer."""
         return writing(self.target.writer) if self.rank == 0 else nullcontext()
 
@@ -47,7 +47,7 @@ class SharedSave:
         """Mark the folder before anything else, so that leftover files can be attributed to this save."""
         run_on_all(runtime, action, lambda: self.target.begin() if self.rank == 0 else None)
 
-    def record(self, runtime: Runtime, files: Mapping[str, FileEntry]) -> None:
+    def write_part_record(self, runtime: Runtime, files: Mapping[str, FileEntry]) -> None:
         """Write the record of this rank's files, by which a folder without a manifest is recognised."""
 
     def files_of_first(self, files: Mapping[str, FileEntry]) -> Mapping[str, FileEntry]:
@@ -67,7 +67,7 @@ class SharedSave:
     def discard(self, runtime: Runtime, manifest: bytes | None) -> None:
         """Remove the files of a failed save, unless rank 0 has committed the manifest before the failure."""
         is_withdrawn = run_on_first(
-            runtime, "reading the manifest", lambda: self.rank == 0 and self.target.withdraw(manifest)
+            runtime, "reading the manifest", lambda: self.rank == 0 and self.target.may_remove_files(manifest)
         )
         if is_withdrawn:
             run_on_all(runtime, "removing a failed save", self._remove_files)
@@ -105,30 +105,31 @@ class PerHostSave(SharedSave):
         self._leads_folder = self._shares_with_first = False
         self._addresses: list[_Address] = []
 
-    def running(self) -> AbstractContextManager[None]:
+    def counting_as_writer(self) -> AbstractContextManager[None]:
         return writing(self.target.writer)
 
     def begin(self, runtime: Runtime, action: str) -> None:
         """Find out which ranks share a folder, and which of them leads there."""
-        local_target = self.local_target
-
-        def claim_for_first() -> None:
-            if self.rank == 0:
-                self._shares_with_first = self._leads_folder = True
-                local_target.claim_for_first()
-
-        def claim() -> None:
-            if self.rank:
-                self._shares_with_first = local_target.shares_with_first()
-                self._leads_folder = not self._shares_with_first and local_target.claim()
-
-        run_on_all(runtime, action, claim_for_first)
-        run_on_all(runtime, action, claim)
-        address = _Address(local_target.host, local_target.path, self._shares_with_first)
+        run_on_all(runtime, action, self._claim_for_first)
+        run_on_all(runtime, action, self._claim)
+        address = _Address(self.local_target.host, self.local_target.path, self._shares_with_first)
         self._addresses = gather_to_first(runtime, action, lambda: address) or []
-        self.is_scattered = total(runtime, [not self._shares_with_first])[0] > 0
+        (ranks_elsewhere,) = total(runtime, [not self._shares_with_first])
+        self.is_scattered = ranks_elsewhere > 0
 
-    def record(self, runtime: Runtime, files: Mapping[str, FileEntry]) -> None:
+    def _claim_for_first(self) -> None:
+        """Make rank 0 the leader of its folder, before other ranks look for its claim."""
+        if self.rank == 0:
+            self._shares_with_first = self._leads_folder = True
+            self.local_target.claim_for_first()
+
+    def _claim(self) -> None:
+        """Find out whether this rank sees rank 0's folder, and whether it leads another one."""
+        if self.rank:
+            self._shares_with_first = self.local_target.shares_with_first()
+            self._leads_folder = not self._shares_with_first and self.local_target.claim()
+
+    def write_part_record(self, runtime: Runtime, files: Mapping[str, FileEntry]) -> None:
         if self._shares_with_first:
             return
         record = PartRecord(

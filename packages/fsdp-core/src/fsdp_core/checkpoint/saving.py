@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -25,12 +25,12 @@ from fsdp_core.checkpoint.format.safetensors_file import write_safetensors
 from fsdp_core.checkpoint.indexes import (
     FirstRankSummary,
     Index,
-    Memory,
+    LastSave,
     Message,
-    Remembered,
+    SaveMemory,
     TensorSpec,
-    memory_of,
     pack_message,
+    save_memory_of,
     table_digest,
 )
 from fsdp_core.checkpoint.merging import Merged, merge_messages
@@ -145,23 +145,29 @@ def prepare_save(
     Raises:
         CheckpointError: As in :func:`save`, for errors that are detected before anything is written.
     """
-    plan = Plan()
-    memory = memory_of(runtime)
+    memory = save_memory_of(runtime)
     last = memory.last
 
-    def prepare() -> tuple[SaveTarget, FirstRankSummary, str] | None:
-        nonlocal plan
-        plan = stage(plan_save(state, kinds, aliases or {}, runtime.rank))
+    @cache
+    def own_plan() -> Plan:  # first called in the step below, which raises its errors on all ranks
+        return stage(plan_save(state, kinds, aliases or {}, runtime.rank))
+
+    def plan_and_decide() -> _Decision | None:
+        plan = own_plan()
         if runtime.rank:
             return None
-        summary = FirstRankSummary(table_digest(_tensor_specs(plan)), None if last is None else last.save_id)
         target = choose_target(path, secrets.token_hex(6), overwrite=overwrite)
-        return target, summary, first_local_target(target).path
+        digest = table_digest(_tensor_specs(plan))
+        return _Decision(
+            target=target,
+            first_rank=FirstRankSummary(digest, None if last is None else last.save_id),
+            first_path=first_local_target(target).path,
+        )
 
     action = f"preparing to save {os.fspath(path)}"
-    decision = run_on_first(runtime, action, prepare)
+    decision = run_on_first(runtime, action, plan_and_decide)
     assert decision is not None  # rank 0 returns it
-    target, first_rank, first_path = decision
+    target = decision.target
     protocol = SharedSave(target, runtime.rank)
     if scattered:
         first_target = first_local_target(target)
@@ -171,22 +177,37 @@ def prepare_save(
                 return first_target
             return choose_local_target(path, first_target, overwrite=overwrite)
 
-        protocol = PerHostSave(run_on_all(runtime, action, choose), runtime.rank, first_path)
+        protocol = PerHostSave(run_on_all(runtime, action, choose), runtime.rank, decision.first_path)
     return PreparedSave(
         _protocol=protocol,
-        _plan=plan,
+        _plan=own_plan(),
         _strategy=strategy,
         _kinds=dict(kinds),
         _versions=dict(versions or {}),
-        _first_rank=first_rank,
+        _first_rank=decision.first_rank,
         _last=last,
         _memory=memory,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Decision:
+    """What rank 0 tells the other ranks before a save.
+
+    Attributes:
+        target: Where it saves.
+        first_rank: What it has already, so that nobody sends it again.
+        first_path: The path of its target as it is seen on its host.
+    """
+
+    target: SaveTarget
+    first_rank: FirstRankSummary
+    first_path: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class PreparedSave:
-    """A save that is planned but not written."""
+    """A save that is planned but not written; ``_memory`` outlives it, and ``_last`` is what it held at the start."""
 
     _protocol: SharedSave
     _plan: Plan
@@ -194,8 +215,8 @@ class PreparedSave:
     _kinds: dict[str, str]
     _versions: dict[str, str]
     _first_rank: FirstRankSummary
-    _last: Remembered | None
-    _memory: Memory
+    _last: LastSave | None
+    _memory: SaveMemory
 
     def write(self, runtime: Runtime, *, one_after_another: bool = False) -> None:
         """Write and commit. Every rank calls this, on any thread.
@@ -209,23 +230,23 @@ class PreparedSave:
         """
         protocol, target = self._protocol, self._protocol.target
         commit = _Commit(target)
-        with protocol.running():
+        with protocol.counting_as_writer():
             try:
                 action = f"writing {target.final}"
                 protocol.begin(runtime, action)
-                message = self._write_in_turns(runtime, action, one_after_another)
+                message = self._write_in_turns(runtime, action, one_after_another=one_after_another)
                 messages = runtime.gather_objects_to(message)
                 self._commit(runtime, commit, messages)
             except CheckpointError:
                 protocol.discard(runtime, commit.manifest)
                 raise
-            self._memory.last = Remembered(target.save_id, message.boxes_digest, commit.merged)
+            self._memory.last = LastSave(target.save_id, message.boxes_digest, commit.merged)
             if runtime.rank == 0:
                 commit.remove_leftovers()
             else:
                 protocol.remove_earlier_save()
 
-    def _write_in_turns(self, runtime: Runtime, action: str, one_after_another: bool) -> Message:
+    def _write_in_turns(self, runtime: Runtime, action: str, *, one_after_another: bool) -> Message:
         """Write this rank's chunks, together with the other ranks, or in turn with those of its host."""
         if not one_after_another:
             return run_on_all(runtime, action, partial(self._write_chunks, runtime))
@@ -245,23 +266,21 @@ class PreparedSave:
         """Merge what all ranks have written, and commit it. If all share a folder, both are one step, for speed."""
         action = f"committing {self._protocol.target.final}"
 
-        def merge() -> None:
-            if messages is not None:  # on rank 0
-                self._merge(commit, messages)
-
         def merge_and_commit() -> None:
-            merge()
+            self._merge(commit, messages)
             commit.run()
 
-        if self._protocol.is_scattered:
-            run_on_all(runtime, action, merge)
-            run_on_all(runtime, action, self._protocol.publish)
-            run_on_all(runtime, action, commit.run)
-        else:
+        if not self._protocol.is_scattered:
             run_on_all(runtime, action, merge_and_commit)
+            return
+        run_on_all(runtime, action, partial(self._merge, commit, messages))
+        run_on_all(runtime, action, self._protocol.publish)
+        run_on_all(runtime, action, commit.run)
 
-    def _merge(self, commit: _Commit, messages: list[Message]) -> None:
-        """Write the plain data, and make the manifest."""
+    def _merge(self, commit: _Commit, messages: list[Message] | None) -> None:
+        """Write the plain data, and make the manifest; on rank 0, which alone has messages."""
+        if messages is None:
+            return
         protocol, plan = self._protocol, self._plan
         save_id = protocol.target.save_id
         commit.merged = merge_messages(_tensor_specs(plan), messages, self._last)
@@ -299,7 +318,7 @@ class PreparedSave:
         for section, content in contents.items():
             index.files[section] = _write_tensors(target.folder, file_name(section, target.save_id, rank), content)
         files = {file_name(section, target.save_id, rank): entry for section, entry in index.files.items()}
-        self._protocol.record(runtime, files)
+        self._protocol.write_part_record(runtime, files)
         return pack_message(index, self._first_rank, self._last)
 
 
@@ -344,7 +363,24 @@ def _write_state(protocol: SharedSave, plan: Plan, messages: Sequence[Message]) 
     """Write the plain data and its tensors, and return the manifest's fields about files."""
     folder, save_id = protocol.target.folder, protocol.target.save_id
     files = dict(entry for rank, message in enumerate(messages) for entry in message.entries(save_id, rank))
-    for name, entry in protocol.files_of_first(files).items():
+    _check_sizes_seen(folder, protocol.files_of_first(files))
+    plain_file = state_file(save_id)
+    state_tensors = state_tensors_file(save_id) if plan.tensors else None
+    if state_tensors is not None:
+        files[state_tensors] = _write_tensors(folder, state_tensors, plan.tensors)
+    texts = _plain_texts(plan.plain)
+    digest = xxhash.xxh3_64()
+    with folder.writing(plain_file) as stream:
+        for text in texts:
+            stream.write(text)
+            digest.update(text)
+    files[plain_file] = FileEntry(size=sum(map(len, texts)), checksum=f"xxh3:{digest.hexdigest()}")
+    return {"state_file": plain_file, "state_tensors": state_tensors, "files": files}
+
+
+def _check_sizes_seen(folder: Folder, files: Mapping[str, FileEntry]) -> None:
+    """Refuse to go on where rank 0 does not see in its folder what ranks have written there."""
+    for name, entry in files.items():
         size = folder.size(name)
         if size != entry.size:
             size_seen = "no file" if size is None else f"{size} bytes"
@@ -353,13 +389,13 @@ def _write_state(protocol: SharedSave, plan: Plan, messages: Sequence[Message]) 
                 "save to a file system that all ranks share, or with scattered_save=True (scattered=True of "
                 "fsdp_core.checkpoint.save), with which each rank writes where it stands"
             )
-    plain_file = state_file(save_id)
-    state_tensors = state_tensors_file(save_id) if plan.tensors else None
-    if state_tensors is not None:
-        files[state_tensors] = _write_tensors(folder, state_tensors, plan.tensors)
+
+
+def _plain_texts(plain: Mapping[str, Any]) -> list[bytes]:
+    """Return the plain data as JSON, in pieces of one file."""
     # One line per part of the state: json's own indentation takes as long as writing all tensors of a small model.
     texts = [b"{\n"]
-    for number, (key, value) in enumerate(plan.plain.items()):
+    for number, (key, value) in enumerate(plain.items()):
         texts += [b",\n" if number else b"", f"{json.dumps(key)}: ".encode(), json.dumps(value).encode()]
     texts.append(b"\n}\n")
     try:
@@ -368,13 +404,7 @@ def _write_state(protocol: SharedSave, plan: Plan, messages: Sequence[Message]) 
         raise CheckpointValueError(
             f"can't save this plain data, because readers would refuse it: {error}. Convert large values to tensors."
         ) from error
-    digest = xxhash.xxh3_64()
-    with folder.writing(plain_file) as stream:
-        for text in texts:
-            stream.write(text)
-            digest.update(text)
-    files[plain_file] = FileEntry(size=sum(map(len, texts)), checksum=f"xxh3:{digest.hexdigest()}")
-    return {"state_file": plain_file, "state_tensors": state_tensors, "files": files}
+    return texts
 
 
 def _own_versions() -> dict[str, str]:

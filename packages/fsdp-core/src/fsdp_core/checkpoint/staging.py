@@ -30,9 +30,9 @@ class _Deferred:
     """A tensor that is copied later.
 
     Attributes:
-        name: Its path in the state.
-        memory: Where it is copied to.
-        original: What is copied.
+        name: The tensor's path in the state.
+        memory: The host memory that it is copied to.
+        original: The tensor.
         counted_tensors: Tensors that share its memory, and count writes to it.
         write_count: The number of writes when the copy was deferred.
         sample_before: Some of its elements at that time, since writes through ``.data`` are not counted.

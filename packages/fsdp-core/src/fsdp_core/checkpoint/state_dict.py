@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fsdp_core.checkpoint.format.state_paths import find_part, split_path
 from fsdp_core.checkpoint.loading import load, verify_tensors
-from fsdp_core.checkpoint.storage.joined import Paths, open_places
+from fsdp_core.checkpoint.storage.joined_folder import Paths, open_places
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
 from fsdp_core.checkpoint.storage.recognition import read_manifest
 from fsdp_core.checkpoint.storage.rereading import retries_if_replaced

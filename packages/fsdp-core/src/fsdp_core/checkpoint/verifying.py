@@ -12,7 +12,7 @@ import xxhash
 from fsdp_core.checkpoint.format.chunks import StoredChunk
 from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest, StoredTensor
 from fsdp_core.checkpoint.format.patterns import PatternedChunks
-from fsdp_core.checkpoint.storage.joined import Paths, open_places
+from fsdp_core.checkpoint.storage.joined_folder import Paths, open_places
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
 from fsdp_core.checkpoint.storage.part_recognition import describe_rest
 from fsdp_core.checkpoint.storage.recognition import read_manifest
@@ -117,7 +117,7 @@ def find_damage(
             fault = None
             if checksums or name in plain_files:
                 fault = _compare_checksum(files.folder, name, files.manifest.files[name], report_bytes)
-            if fault is None and (expected_chunks.are_in(name) or name == files.manifest.state_tensors):
+            if fault is None and (expected_chunks.has_chunks_in(name) or name == files.manifest.state_tensors):
                 fault = _compare_header(files, name, expected_chunks.chunks_in(name))
             return fault
         except Exception as error:  # object store clients raise errors of their own
@@ -171,6 +171,7 @@ def files_in_other_places(manifest: Manifest, faults: Mapping[str, str]) -> list
     return [name for name, fault in faults.items() if fault == _MISSING]
 
 
+#: A tensor's key, the tensor, and the chunk of it that a file must hold.
 _ExpectedChunk = tuple[str, StoredTensor, StoredChunk]
 
 
@@ -195,8 +196,8 @@ class _ExpectedChunks:
             for chunk in chunks.in_file(name):
                 yield key, tensor, chunk
 
-    def are_in(self, name: str) -> bool:
-        """Whether a file holds any."""
+    def has_chunks_in(self, name: str) -> bool:
+        """Whether a file must hold any chunk."""
         return next(self.chunks_in(name), None) is not None
 
 

@@ -23,13 +23,16 @@ _COMMANDS = {
 }
 
 _CHECKPOINT_COMMANDS = {
-    "list": ("fsdp_core.cli.checkpoint_reading:list_checkpoints", "Show what lies in a directory, whole or not."),
+    "list": (
+        "fsdp_core.cli.checkpoint_reading:list_checkpoints",
+        "Show the checkpoints in a directory, complete or not.",
+    ),
     "inspect": ("fsdp_core.cli.checkpoint_reading:inspect_checkpoint", "Show what is in a checkpoint."),
     "verify": ("fsdp_core.cli.checkpoint_reading:verify_checkpoint", "Compare every byte with the manifest."),
     "diff": ("fsdp_core.cli.checkpoint_reading:diff_checkpoints", "Show what differs between two checkpoints."),
     "consolidate": (
         "fsdp_core.cli.checkpoint_writing:consolidate_checkpoint",
-        "Write it as a file or folder that others read.",
+        "Write a checkpoint as a file or folder that other libraries read.",
     ),
     "import": (
         "fsdp_core.cli.checkpoint_import:import_checkpoint",
@@ -39,7 +42,10 @@ _CHECKPOINT_COMMANDS = {
         "fsdp_core.cli.checkpoint_writing:gather_checkpoint",
         "Join the places of a save that hosts without a shared disk have written.",
     ),
-    "reshard": ("fsdp_core.cli.checkpoint_writing:reshard_checkpoint", "Write it in another number of files."),
+    "reshard": (
+        "fsdp_core.cli.checkpoint_writing:reshard_checkpoint",
+        "Write a checkpoint again, in another number of files.",
+    ),
 }
 
 

@@ -251,7 +251,7 @@ def verify_checkpoint(paths: tuple[str, ...], quiet: bool, as_json: bool) -> Non
     Also check that the pieces of each tensor cover every element exactly once, and are in the files where the manifest
     says. Every fault is reported. Several paths are the places of one scattered save.
     """
-    from fsdp_core.checkpoint.storage.joined import open_places
+    from fsdp_core.checkpoint.storage.joined_folder import open_places
     from fsdp_core.checkpoint.storage.part_recognition import describe_rest
     from fsdp_core.checkpoint.storage.rereading import read_again
     from fsdp_core.checkpoint.storage.tensor_bytes import open_files

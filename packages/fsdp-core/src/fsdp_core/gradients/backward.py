@@ -25,10 +25,10 @@ class EndOfBackward:
     Args:
         parameters: Parameters of ``root``.
         root: The module whose forward passes the backward passes belong to.
-        call: What to call. The gradients are at the parameters then.
+        call: The function to call. The gradients are at the parameters then.
         accumulates: Whether the backward pass that runs adds to gradients of ``root``. One that does not, as
             ``torch.autograd.grad``, does not count.
-        call_disabled: What to call instead while it is not enabled.
+        call_disabled: The function to call instead while :attr:`enabled` is off.
 
     Attributes:
         enabled: Whether ``call`` is called.
@@ -54,10 +54,10 @@ class EndOfBackward:
         self._call_disabled = call_disabled
         self._accumulates = accumulates
         self._call = call
-        self._queued = False
+        self._is_queued = False  # at autograd's engine, for the end of the backward pass that runs
         # Parameters' hooks refer to this object weakly, and the root's hooks keep it alive. The garbage collector does
         # not look into a parameter's hooks: a cycle through one, process groups included, would never be freed.
-        self._queue_while_alive = _weakly(self._queue)
+        self._queue_while_alive = _call_weakly(self._queue)
         for parameter in parameters:
             self.follow(parameter)
         root.register_forward_pre_hook(self._before_forward)
@@ -67,26 +67,26 @@ class EndOfBackward:
         """Add a parameter: backward passes that compute its gradient count too."""
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return  # integers never get gradients
-        required = parameter.requires_grad
-        parameter.requires_grad_(True)  # a hook can't be placed otherwise, and it may be unfrozen later
+        requires_grad = parameter.requires_grad
+        parameter.requires_grad_(True)  # else torch registers no hook; it may be unfrozen later
         parameter.register_post_accumulate_grad_hook(self._queue_while_alive)
-        parameter.requires_grad_(required)
+        parameter.requires_grad_(requires_grad)
 
     @property
     def interrupted(self) -> bool:
         """Whether a backward pass has begun and not come to its end.
 
-        If so when a forward pass begins, the backward pass has failed with an exception.
+        If that is so when a forward pass begins, an exception has ended the backward pass.
         """
-        return self._queued
+        return self._is_queued
 
     def forget(self) -> None:
         """Forget a backward pass that has failed with an exception."""
-        self._queued = False
+        self._is_queued = False
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """A context in which nothing is called. Leaves it enabled."""
+        """A context in which :attr:`enabled` is off. At its end it is on, also if it was off before."""
         self.enabled = False
         try:
             yield
@@ -94,7 +94,7 @@ class EndOfBackward:
             self.enabled = True
 
     def _before_forward(self, root: nn.Module, args: Any) -> None:
-        self._queued = False  # the last backward pass may have failed with an exception
+        self._is_queued = False  # the last backward pass may have failed with an exception
 
     def _after_forward(self, root: nn.Module, args: Any, output: Any) -> None:
         """Notice a backward pass from ``output``: gradients of the micro-batches before it may be waiting."""
@@ -104,32 +104,32 @@ class EndOfBackward:
                     tensor.register_hook(self._queue_if_accumulating)
 
     def _queue_if_accumulating(self, gradient: Tensor) -> None:
-        if not self._queued and self._accumulates():
+        if not self._is_queued and self._accumulates():
             self._queue(gradient)
 
     def _queue(self, _: Tensor) -> None:
-        if not self._queued and (self.enabled or self._call_disabled is not None):
-            self._queued = True
+        if not self._is_queued and (self.enabled or self._call_disabled is not None):
+            self._is_queued = True
             queue_backward_callback(self._end)
 
     def _end(self) -> None:
-        self._queued = False
+        self._is_queued = False
         if self.enabled:
             self._call()
         elif self._call_disabled is not None:
             self._call_disabled()
 
 
-def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+def _call_weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
     """Return a function that calls a method, and does not keep the method's object alive."""
     reference = weakref.WeakMethod(method)
 
-    def call(tensor: Tensor) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(tensor)
+    def call_if_alive(tensor: Tensor) -> None:
+        live_method = reference()
+        if live_method is not None:
+            live_method(tensor)
 
-    return call
+    return call_if_alive
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -59,7 +59,8 @@ def clip_grads_by_norm(
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type} is no norm. Write a positive number, or float('inf').")
-    shards: dict[tuple[Any, ...], list[Tensor]] = {(group,): []}  # by the groups whose ranks hold the other parts
+    # by the groups whose ranks hold the other parts; first ``group``, since all ranks must reduce over the same groups
+    shards: dict[tuple[Any, ...], list[Tensor]] = {(group,): []}
     replicated: list[Tensor] = []
     wide_dtype = torch.float32  # of what ranks send each other, also those that have no gradient
     for parameter in parameters:

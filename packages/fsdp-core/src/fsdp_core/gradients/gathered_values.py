@@ -38,7 +38,7 @@ __all__ = [
     "other_tensor_refusal",
 ]
 
-#: By parameter, the sum and the norm of what was written, or why it can't be kept.
+#: By parameter, the sum and the norm of what was written; or the error message, if what was written can't be kept.
 Written = dict[str, tuple[float, float] | str]
 
 
@@ -48,8 +48,8 @@ class WrittenValues:
     Each rank keeps its own part of what it has written, so all must write the same. They compare a sum and a norm.
 
     Attributes:
-        are_compared: Whether ranks will compare them. If so, what can't be kept is refused then, on all ranks; else it
-            is refused at once.
+        are_compared: Whether ranks will compare the values. If so, what can't be kept is refused then, on all ranks;
+            else at once.
 
     Example:
         >>> values = WrittenValues()
@@ -86,11 +86,9 @@ class WrittenValues:
         self._values[name] = torch.stack([flat.sum(dtype=torch.float64), flat.to(torch.float64).norm()])
 
     def take(self) -> Written:
-        """Read the sum and the norm of each, and forget them. It waits for the device, if there are any."""
-        values = self._values
-        self._values = {}
-        refusals = self._refusals
-        self._refusals = {}
+        """Return the sum and the norm of each value, and forget them. Waits for the device, if there are values."""
+        values, refusals = self._values, self._refusals
+        self._values, self._refusals = {}, {}
         numbers = torch.stack(list(values.values())).tolist() if values else []
         return {**{name: (total, norm) for name, (total, norm) in zip(values, numbers, strict=True)}, **refusals}
 
@@ -136,7 +134,7 @@ class WrittenValues:
 
 
 def differs(gathered: Tensor, before: Tensor) -> bool:
-    """Whether what is gathered, maybe in another dtype, is no copy of what it was gathered from."""
+    """Whether a gathered tensor, maybe in another dtype, is no copy of the one that it was gathered from."""
     expected = before.to(gathered.device).to(gathered.dtype)
     a, b = (tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in (gathered, expected))
     return bool(((a != b) & ~(a.isnan() & b.isnan())).any())
@@ -154,14 +152,14 @@ class GatheredValue:
     ``.data``, so a parameter whose ``.data`` was read may have been written to.
 
     Args:
-        name: What the user calls it.
+        name: The user's name of the parameter.
         is_trained: For a view of a flat parameter, whether the user's parameter requires a gradient: torch knows that
             of the flat parameter alone.
-        train: For such a view, freezes or unfreezes the user's parameter. ``None`` if torch can do it.
+        train: For such a view, freezes or unfreezes the user's parameter. ``None`` if torch can do that.
 
     Attributes:
-        is_noted: Whether its ``data`` was read, or :meth:`note` was called.
-        has_changed: Whether it was written to without being counted.
+        is_noted: Whether the parameter's ``data`` was read, or :meth:`note` was called.
+        has_changed: Whether the parameter was written to without being counted by torch.
         times: How often it had been written to, by torch's count, when what was written was last kept.
         is_data_assignable: Whether the ``.data`` of gathered parameters may be assigned to now, by a library; users'
             assignments are refused.
@@ -195,7 +193,7 @@ class GatheredValue:
 
         Args:
             tensor: The tensor.
-            times: How often it was written to, if that is known: views of one tensor share it.
+            times: torch's count of writes to the tensor, if it is known: views of one tensor share the count.
         """
         instance: Any = tensor
         if type(tensor) is Tensor:
@@ -255,13 +253,13 @@ class GatheredValue:
             instance.__class__ = type(tensor).__bases__[1]
 
     def note(self, *, has_changed: bool = False) -> None:
-        """Record that the user has read its ``data``, or has written to it without being counted."""
+        """Record that the user has read the parameter's ``data``, or has written to it without being counted."""
         self.is_noted = True
         self.has_changed = self.has_changed or has_changed
 
     def is_written(self, tensor: Tensor) -> bool:
-        """Whether it was written to, or may have been."""
-        if self.is_noted:  # also if has_changed
+        """Whether the parameter was written to, or may have been."""
+        if self.is_noted:  # which it also is where has_changed is true
             return True
         try:
             return tensor._version != self.times
@@ -269,10 +267,10 @@ class GatheredValue:
             return self.times != 0
 
     def is_counted(self, times: int) -> bool:
-        """Whether it was written to, and not by way of its ``data`` alone.
+        """Whether the parameter was written to, and not by way of its ``data`` alone.
 
         Args:
-            times: torch's count of writes to it, or to the tensor that it is a view of.
+            times: torch's count of writes to the parameter, or to the tensor that it is a view of.
         """
         return self.has_changed or times != self.times
 
@@ -297,15 +295,15 @@ class GatheredValue:
         """Copy this rank's part of what was written to its shard.
 
         Args:
-            part: The part, in the shape of the shard; ``None`` if what is gathered can't be cut so.
+            part: The part, in the shape of the shard; ``None`` if the gathered tensor can't be divided like the shard.
             shard: The shard.
-            whole: What was written to.
-            values: Gets what was written, or why it can't be kept: the parameter is gathered in another dtype, or
-                form, than that of the shard.
-            is_counted: Whether it was certainly written to; else its ``.data`` was only read.
+            whole: The gathered tensor that was written to.
+            values: Gets what was written; or the reason, if it can't be kept: the parameter is gathered in another
+                dtype, or form, than that of the shard.
+            is_counted: Whether the parameter was certainly written to; else its ``.data`` may only have been read.
         """
         if part is not None and part.dtype != shard.dtype and not is_counted and not differs(part, shard):
-            return  # its .data was read
+            return  # .data was read, and not written to
         if part is None or part.dtype != shard.dtype:
             how = "in a form of its own" if part is None else f"in {part.dtype}, and its shards are in {shard.dtype}"
             values.refuse(
@@ -349,6 +347,8 @@ _REQUIRES_GRAD: Any = Tensor.requires_grad
 
 
 class _Gathered:
+    """What the classes of gathered parameters have in common: they note how their ``data`` is used."""
+
     _fsdp_value: GatheredValue | None = None
 
     @property
@@ -390,13 +390,13 @@ def _hook_at_shard(name: str) -> Callable[..., Any]:
     method = getattr(Tensor, name)
 
     @functools.wraps(method, assigned=("__module__", "__name__", "__qualname__"))
-    def register(self: Any, hook: Callable[..., Any]) -> Any:
+    def register_at_shard(self: Any, hook: Callable[..., Any]) -> Any:
         value: GatheredValue | None = self._fsdp_value
         if value is None or value.shard is None:
             return method(self, hook)
         return getattr(value.shard(), name)(hook)
 
-    return register
+    return register_at_shard
 
 
 for _name in ("register_hook", "register_post_accumulate_grad_hook"):
@@ -411,6 +411,7 @@ RESHAPED_IN_PLACE = frozenset(
 
 
 def _refuse_in_place(name: str) -> Callable[..., Any]:
+    """A method in place of one that changes the shape or the memory of a tensor: it refuses that while gathered."""
     method = getattr(Tensor, name)
 
     @functools.wraps(method, assigned=("__module__", "__name__", "__qualname__"))
@@ -538,6 +539,7 @@ _NOT_WRITES = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_"
 
 
 def _make_uncounted(name: str) -> Callable[..., Any]:
+    """A method in place of an in-place operation: it writes without torch's count, and notes the write."""
     operation = getattr(Tensor, name)
 
     @functools.wraps(operation, assigned=("__module__", "__name__", "__qualname__"))  # torch's examples are no doctests

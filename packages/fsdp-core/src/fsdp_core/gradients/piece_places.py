@@ -1,4 +1,7 @@
-"""Whether ranks hold the same elements of two parameters, so that their pieces may be computed together."""
+"""Whether ranks hold the same elements of two parameters, so that their pieces may be computed together.
+
+A piece is what a rank holds of a flattened parameter, as a plain tensor. Its place says which elements these are.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,11 @@ class PiecePlace(NamedTuple):
     """Which elements of a parameter ranks hold.
 
     Attributes:
-        name: What the user calls the parameter.
+        name: The user's name of the parameter.
         layout: Equal for parameters of one shape of which each rank holds the same elements. If it is a tuple that
             begins with a tuple, that is the parameter's shape.
-        shard: Which of the shards this rank holds.
-        replicas: The process group of the ranks that hold the same one; ``None`` if no other does.
+        shard: The number of the shard that this rank holds.
+        replicas: The process group of the ranks that hold the same shard; ``None`` if no other rank does.
     """
 
     name: str
@@ -52,7 +55,7 @@ class PieceMixture(Exception):
     """Pieces are computed together that hold different elements.
 
     Args:
-        names: What the user calls the parameters.
+        names: The user's names of the parameters.
     """
 
     def __init__(self, *names: str) -> None:
@@ -153,7 +156,7 @@ _finders: weakref.WeakSet[FindsParameters] = weakref.WeakSet()
 
 
 def find_parameters_by(finder: FindsParameters) -> None:
-    """Let the parameters that optimizers' states belong to be found by this too, as long as it is there."""
+    """Add a finder of the parameters that optimizers' states belong to. It is not kept alive."""
     _finders.add(finder)
 
 
@@ -161,8 +164,8 @@ def shard_of(place: PiecePlace | None, piece: Tensor) -> tuple[int, Any]:
     """Which shard this rank holds where a piece is, and the process group of the ranks that hold the same one.
 
     Args:
-        place: Where it is. If nothing is known of that, as of an optimizer's state, it is where its parameter is; or
-            where all parameters are.
+        place: The piece's place. If that is not known, as of an optimizer's state, its parameter's place is taken, or
+            the one that all parameters have.
         piece: The piece.
 
     Raises:
@@ -170,13 +173,13 @@ def shard_of(place: PiecePlace | None, piece: Tensor) -> tuple[int, Any]:
     """
     if place is None or place.layout is None:
         owners = [parameter for finder in _finders if (parameter := finder.parameter_of(piece)) is not None]
-        placed = owners[:1] or [
+        parameters = owners[:1] or [
             parameter for reference in _placed_parameters.values() if (parameter := reference()) is not None
         ]
-        places = [place_of(parameter) for parameter in placed]
-        different = [each for each in places if (each.shard, each.replicas) != (places[0].shard, places[0].replicas)]
-        if different:
-            raise PieceMixture(places[0].name, different[0].name)
+        places = [place_of(parameter) for parameter in parameters]
+        for other in places[1:]:
+            if (other.shard, other.replicas) != (places[0].shard, places[0].replicas):
+                raise PieceMixture(places[0].name, other.name)
         place = places[0] if places else _UNKNOWN
     return place.shard, place.replicas
 

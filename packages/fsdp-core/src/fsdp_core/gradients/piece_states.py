@@ -18,7 +18,7 @@ from fsdp_core.torch_private.tensors import without_torch_function
 
 __all__ = ["SHARDS_ATTRIBUTE", "parameter_of_state", "states_of_pieces"]
 
-#: The values of a dictionary, in C.
+#: The values of a dictionary; called by C code alone where it is mapped.
 _VALUES = dict.values
 
 #: Classes of values in which nothing is looked for, so that one look at the class is enough.
@@ -44,16 +44,16 @@ def states_of_pieces(
 
     Args:
         optimizer: The optimizer.
-        pieces: Gives the pieces.
-        ids: Their identities.
+        pieces: Returns the pieces of parameters.
+        ids: Their ids.
 
     Returns:
-        What is in its state, also in containers and objects there; and of what is in its attributes, in the same way,
-        tensors of a piece's shape.
+        The tensors in the optimizer's state, also in containers and objects there; and those of a piece's shape that
+        are found in the same way in its attributes.
     """
     # with few calls of Python, and none for each value: this is asked several times in each step
-    of_pieces = compress(optimizer.state.values(), map(ids.__contains__, map(id, optimizer.state)))
-    values = list(chain.from_iterable(map(_VALUES, of_pieces)))
+    states_of_pieces = compress(optimizer.state.values(), map(ids.__contains__, map(id, optimizer.state)))
+    values = list(chain.from_iterable(map(_VALUES, states_of_pieces)))
     states = [
         value for value in values if value.__class__ in PIECE_CLASSES or (value.__class__ is Tensor and value.ndim)
     ]

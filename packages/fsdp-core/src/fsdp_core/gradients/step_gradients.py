@@ -1,4 +1,8 @@
-"""Gradients inside a training step by hand: shown where torch's functions are right on them, and else refused."""
+"""Gradients in a training step of manual optimization: shown where torch's functions are right on them, else refused.
+
+Where a library exposes shards as plain tensors, they are pieces: a function that looks at each element by itself is
+right on a piece, and any other would take the piece for the whole parameter or gradient.
+"""
 
 from __future__ import annotations
 
@@ -155,8 +159,8 @@ class _ShownGradient(NamedTuple):
     """The gradient that a gathered parameter shows.
 
     Attributes:
-        step: Says whether gradients are shown now.
-        shard: Whose gradient it is.
+        step: The object that says whether gradients are shown now.
+        shard: The shard that has the gradient.
         is_part: Whether the shard is this rank's piece as a plain tensor.
     """
 
@@ -256,9 +260,10 @@ _DIMENSIONS: frozenset[Any] = frozenset([getattr(Tensor, "ndim").__get__, Tensor
 #: On a piece without elements: whether its parameter has a gradient, of which other ranks hold the pieces.
 _HAS_GRADIENT_ELSEWHERE = "_fsdp_has_gradient_elsewhere"
 
-#: On a piece: the tensor with which all that its ``data`` has returned shares memory and the count of writes; and how
-#: often earlier such tensors were written to.
-_SHOWN_DATA, _DATA_WRITES = "_fsdp_shown_data", "_fsdp_data_writes"
+#: On a piece: a tensor that shares its memory and its count of writes with all that the piece's ``data`` has returned.
+_SHOWN_DATA = "_fsdp_shown_data"
+#: On a piece: how often the tensors were written to that were under :data:`_SHOWN_DATA` before.
+_DATA_WRITES = "_fsdp_data_writes"
 
 
 def show_gradient_elsewhere(piece: Tensor, has_gradient: bool) -> None:
@@ -385,6 +390,7 @@ def _mixture_refusal(name: str, names: tuple[str, ...]) -> UnsupportedCapability
     )
 
 
+#: In a list of one element, how often users have written to pieces: assigned to without a ``global`` statement.
 _piece_writes = [0]
 
 
@@ -436,7 +442,7 @@ class Piece(Tensor):
             shard, replicas = shard_of(places[0], args[0]) if name in DRAWING_FUNCTIONS else (None, None)
         except PieceMixture as mixture:
             raise _mixture_refusal(name, mixture.names) from None
-        shapes = {piece.shape for piece in _tensors((args, kwargs)) if isinstance(piece, Piece)}
+        piece_shapes = {piece.shape for piece in _tensors((args, kwargs)) if isinstance(piece, Piece)}
         is_foreach = name.startswith(_FOREACH)
         is_assignment = func == _DATA.__set__
         written: list[Tensor | None] = [*_tensors(kwargs.get("out"))]
@@ -445,18 +451,19 @@ class Piece(Tensor):
         if written:
             _piece_writes[0] += 1
         assigned = args[1:] if is_assignment else ()
-        if any(tensor is not None and tensor.shape not in shapes for tensor in (*written, *assigned)):
+        if any(tensor is not None and tensor.shape not in piece_shapes for tensor in (*written, *assigned)):
             raise cls._refusal(name)
         # module.to() of the same device assigns the memory that is there already
         is_moved = is_assignment and not args[0].is_set_to(args[1])
         if func == _GRAD.__set__:
             vars(args[0]).pop(_HAS_GRADIENT_ELSEWHERE, None)
-        is_data = func == _DATA.__get__ and issubclass(cls, ParameterPiece)
         if shard is not None and kwargs.get("generator") is None:
-            with draw_for_shard(shard, args[0].device):
+            with draw_for_shard(shard, args[0].device):  # replicas of a shard draw the same, other shards do not
                 result = func(*args, **kwargs)
+        elif func == _DATA.__get__ and issubclass(cls, ParameterPiece):
+            result = _shown_data(args[0])
         else:
-            result = _shown_data(args[0]) if is_data else func(*args, **kwargs)
+            result = func(*args, **kwargs)
         if is_moved:
             increment_version(args[0])  # a unit that is still gathered is gathered anew, as after other writes
         if issubclass(cls, ParameterPiece) and func in _ATTRIBUTES:
@@ -464,7 +471,7 @@ class Piece(Tensor):
         computed: list[Tensor | None] = [*_tensors(result)]
         if is_foreach:
             computed = _beside_pieces(args, _tensors(result))
-        if any(tensor is not None and tensor.shape not in shapes for tensor in computed):
+        if any(tensor is not None and tensor.shape not in piece_shapes for tensor in computed):
             raise cls._refusal(name)
         if replicas is not None:
             send_to_replicas(_tensors(result), replicas)
@@ -473,8 +480,8 @@ class Piece(Tensor):
             for index, tensor in enumerate(tensors):
                 if tensor is not None and type(tensor) is Tensor:
                     guard([tensor], piece_class)
-                    has_place_each = len(places) == len(tensors)  # else all have the same one, or none
-                    set_place(tensor, places[index if has_place_each else 0] if places else None)
+                    has_own_place = len(places) == len(tensors)  # else all tensors have the first place, or none
+                    set_place(tensor, places[index if has_own_place else 0] if places else None)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

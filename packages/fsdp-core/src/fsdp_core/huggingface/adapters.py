@@ -66,7 +66,7 @@ def save_adapter(
     """
     model_shards = find_model(module, "save_adapter()")
 
-    def content(model: nn.Module, state: Mapping[str, ChunkedTensor]) -> FolderContent:
+    def choose_content(model: nn.Module, state: Mapping[str, ChunkedTensor]) -> FolderContent:
         config = _config_of(model, adapter_name)
         if getattr(config, "is_prompt_learning", False):
             raise UnsupportedCapabilityError(
@@ -93,11 +93,11 @@ def save_adapter(
                 f"PEFT finds no parameter of the adapter {adapter_name!r} in this {type(model).__name__}.\n"
                 "Write fsdp_core.full_state_dict(module), which holds the base model too."
             )
-        return FolderContent(files={_WEIGHTS: list(views)}, views=views, configurations=[_writer(model, config)])
+        return FolderContent(files={_WEIGHTS: list(views)}, views=views, configurations=[_config_writer(model, config)])
 
     stored = None if dtype is None else as_dtype(dtype)
     return write_folder(
-        model_shards, folder, content, dtype=stored, also=also, overwrite=overwrite, own_files=_OWN_FILES
+        model_shards, folder, choose_content, dtype=stored, also=also, overwrite=overwrite, own_files=_OWN_FILES
     )
 
 
@@ -113,7 +113,7 @@ def _config_of(model: nn.Module, adapter_name: str) -> Any:
     return configs[adapter_name]
 
 
-def _writer(model: nn.Module, config: Any) -> Callable[[str], Any]:
+def _config_writer(model: nn.Module, config: Any) -> Callable[[str], Any]:
     """Return a function that writes ``adapter_config.json``, as PEFT's own ``save_pretrained()`` would."""
     stored_config = copy.deepcopy(config)
     get_base: Any = getattr(model, "get_base_model", lambda: model)

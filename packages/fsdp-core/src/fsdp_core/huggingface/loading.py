@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from fsdp_core.checkpoint.storage.local_or_remote_folder import StrPath
 from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.huggingface.adapted_names import base_names
 from fsdp_core.huggingface.held_model import HeldModel, find_model
-from fsdp_core.huggingface.replicas import Shared, shared_boxes
+from fsdp_core.huggingface.replicas import SharedBoxes, find_shared_boxes
 from fsdp_core.huggingface.stored_folder import RangeReader, StoredTensor, list_folder
 from fsdp_core.huggingface.stored_names import hub_renamings, is_expected_surplus, names_to_store, stored_views
 from fsdp_core.huggingface.views import View, full_view, group_by_source
@@ -116,6 +117,39 @@ def load_pretrained(module: nn.Module, folder: StrPath, *, strict: bool = True, 
     )
 
 
+class _NamedTensor(NamedTuple):
+    """A tensor of the folder under its name there."""
+
+    name: str
+    tensor: StoredTensor
+
+
+class _Duplicate(NamedTuple):
+    """Two tensors of the folder that fill the same box of the model."""
+
+    first: _NamedTensor
+    other: _NamedTensor
+
+
+@dataclass(kw_only=True)
+class _Matches:
+    """Which tensors of the folder are parts of which tensors of the model, and why others are not.
+
+    Attributes:
+        sources_of: By name in the model, the tensors of the folder that are parts of it, as which views.
+        unexpected: Names that the model lacks.
+        shape_mismatches: For each tensor of another shape, its name and both shapes, as text.
+        without_scales: Names of quantised tensors whose scales the model has no tensor for.
+        duplicates: Tensors that fill a box for which there is another one.
+    """
+
+    sources_of: dict[str, list[tuple[StoredTensor, View]]] = field(default_factory=dict)
+    unexpected: list[str] = field(default_factory=list)
+    shape_mismatches: list[str] = field(default_factory=list)
+    without_scales: list[str] = field(default_factory=list)
+    duplicates: list[_Duplicate] = field(default_factory=list)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
     """What to read into which tensor of the model; rank 0 makes it.
@@ -127,7 +161,7 @@ class _Plan:
         shape_mismatches: For each tensor of another shape, its name and both shapes, as text.
         dtype_mismatches: For each tensor of another dtype, its name and both dtypes, as text.
         without_scales: Names of quantised tensors in the folder whose scales the model has no tensor for.
-        duplicates: Pairs of tensors in the folder, with their names, that fill the same box of the model.
+        duplicates: Tensors of the folder that fill a box of the model for which there is another one.
     """
 
     parts: Mapping[str, Sequence[tuple[StoredTensor, View]]] = field(repr=False)
@@ -136,7 +170,7 @@ class _Plan:
     shape_mismatches: tuple[str, ...]
     dtype_mismatches: tuple[str, ...]
     without_scales: tuple[str, ...]
-    duplicates: Sequence[tuple[tuple[str, StoredTensor], tuple[str, StoredTensor]]] = field(repr=False)
+    duplicates: Sequence[_Duplicate] = field(repr=False)
 
     def check(self, folder: str, *, strict: bool, cast: bool) -> None:
         groups = [("have another shape", self.shape_mismatches)]
@@ -177,32 +211,7 @@ def _make_plan(
             base_ties[name] = base.name_of[first_name]
     stored_names = names_to_store(base.model, base_state, base_ties)
     views = stored_views(base.model, base_state, stored_names)
-    sources_of: dict[str, list[tuple[StoredTensor, View]]] = {}
-    unexpected = []
-    shape_mismatches = []
-    without_scales = []
-    duplicates = []
-    first_of_box: dict[tuple[str, Box], tuple[str, StoredTensor]] = {}
-    find_target = _target_finder(base.model, views, base_state)
-    for name, tensor in stored.items():
-        target_name = find_target(name)
-        if target_name is None:
-            if not is_expected_surplus(base.model, name):
-                unexpected.append(name)
-            continue
-        scales = [f"{name}{ending}" for ending in _SCALES if f"{name}{ending}" in stored]
-        if tensor.entry.dtype_name.startswith("float8") and any(find_target(scale) is None for scale in scales):
-            without_scales.append(name)
-        view = views[target_name] if target_name in views else full_view(target_name, base_state[target_name].shape)
-        if tensor.entry.shape != view.shape:
-            shape_mismatches.append(f"{name}: {tensor.entry.shape} in it, and {view.shape} here")
-            continue
-        source = base_ties.get(view.source, view.source)
-        previous = first_of_box.setdefault((source, (view.offsets, view.lengths)), (name, tensor))
-        if previous[0] != name:  # a folder may hold a tied parameter under each of its names
-            duplicates.append((previous, (name, tensor)))
-            continue
-        sources_of.setdefault(source, []).append((tensor, view))
+    matches = _match_tensors(base.model, base_state, base_ties, views, stored)
     parts = {}
     missing = []
     dtype_mismatches = []
@@ -210,7 +219,7 @@ def _make_plan(
     for name in base_state:
         if name in base_ties:
             continue
-        sources = sources_of.get(name, [])
+        sources = matches.sources_of.get(name, [])
         fault = find_fault(base_state[name].shape, [(view.offsets, view.lengths) for _, view in sources])
         if fault is not None:
             used_views = {view for _, view in sources}
@@ -226,17 +235,57 @@ def _make_plan(
     return _Plan(
         parts=parts,
         missing=tuple(missing),
-        unexpected=tuple(unexpected),
-        shape_mismatches=tuple(shape_mismatches),
+        unexpected=tuple(matches.unexpected),
+        shape_mismatches=tuple(matches.shape_mismatches),
         dtype_mismatches=tuple(dtype_mismatches),
-        without_scales=tuple(without_scales),
-        duplicates=duplicates,
+        without_scales=tuple(matches.without_scales),
+        duplicates=matches.duplicates,
     )
 
 
-def _check_duplicates(
-    duplicates: Sequence[tuple[tuple[str, StoredTensor], tuple[str, StoredTensor]]], reader: RangeReader, model: str
-) -> None:
+def _match_tensors(
+    model: nn.Module,
+    state: Mapping[str, ChunkedTensor],
+    ties: Mapping[str, str],
+    views: Mapping[str, View],
+    stored: Mapping[str, StoredTensor],
+) -> _Matches:
+    """Match the tensors of a folder with those of a model.
+
+    Args:
+        model: The model without adapters.
+        state: Its tensors.
+        ties: The first name of each tied parameter, by each of its other names.
+        views: How the model is stored: by the names in a folder, the parts of its tensors.
+        stored: The tensors of the folder.
+    """
+    matches = _Matches()
+    first_of_box: dict[tuple[str, Box], _NamedTensor] = {}
+    find_target = _target_finder(model, views, state)
+    for name, tensor in stored.items():
+        target_name = find_target(name)
+        if target_name is None:
+            if not is_expected_surplus(model, name):
+                matches.unexpected.append(name)
+            continue
+        scales = [f"{name}{ending}" for ending in _SCALES if f"{name}{ending}" in stored]
+        if tensor.entry.dtype_name.startswith("float8") and any(find_target(scale) is None for scale in scales):
+            matches.without_scales.append(name)
+        view = views[target_name] if target_name in views else full_view(target_name, state[target_name].shape)
+        if tensor.entry.shape != view.shape:
+            matches.shape_mismatches.append(f"{name}: {tensor.entry.shape} in it, and {view.shape} here")
+            continue
+        source = ties.get(view.source, view.source)
+        named_tensor = _NamedTensor(name, tensor)
+        first = first_of_box.setdefault((source, (view.offsets, view.lengths)), named_tensor)
+        if first.name != name:  # a folder may hold a tied parameter under each of its names
+            matches.duplicates.append(_Duplicate(first, named_tensor))
+            continue
+        matches.sources_of.setdefault(source, []).append((tensor, view))
+    return matches
+
+
+def _check_duplicates(duplicates: Sequence[_Duplicate], reader: RangeReader, model: str) -> None:
     """Refuse a folder with two different values for one parameter: it is not known which is right."""
     for (name, tensor), (other_name, other_tensor) in duplicates:
         if tensor.entry.dtype_name != other_tensor.entry.dtype_name or not _same_bytes(reader, tensor, other_tensor):
@@ -285,7 +334,7 @@ class _PretrainedBoxes:
     name: str
     parts: Sequence[tuple[StoredTensor, View]] = field(repr=False)
     reader: RangeReader = field(repr=False)
-    shared: Mapping[str, Shared] = field(repr=False)
+    shared: Mapping[str, SharedBoxes] = field(repr=False)
     errors: list[Exception] = field(repr=False)
 
     def read_into(self, chunk: Chunk) -> None:
@@ -305,7 +354,7 @@ def _fill(
     model_shards: HeldModel, state: Mapping[str, ChunkedTensor], plan: _Plan, reader: RangeReader, action: str
 ) -> int:
     """Read into this rank's shards, and return how many bytes that were."""
-    shared = shared_boxes(model_shards.runtime, {name: state[name] for name in state if name in plan.parts})
+    shared = find_shared_boxes(model_shards.runtime, {name: state[name] for name in state if name in plan.parts})
     errors: list[Exception] = []
     handles = {}
     for name, parts in plan.parts.items():

@@ -15,13 +15,13 @@ from fsdp_core.runtime import Runtime
 from fsdp_core.state.boxes import cut
 from fsdp_core.state.chunks import ChunkedTensor
 
-__all__ = ["Shared", "shared_boxes"]
+__all__ = ["SharedBoxes", "find_shared_boxes"]
 
 _BLOCK_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shared:
+class SharedBoxes:
     """The ranks that hold the same boxes of a tensor.
 
     Attributes:
@@ -54,7 +54,7 @@ class Shared:
         self.peers.broadcast(data.reshape(-1).view(torch.uint8), self.owner)
 
 
-def shared_boxes(runtime: Runtime, state: Mapping[str, ChunkedTensor]) -> dict[str, Shared]:
+def find_shared_boxes(runtime: Runtime, state: Mapping[str, ChunkedTensor]) -> dict[str, SharedBoxes]:
     """Find the tensors of which this rank's boxes are held by others too. All ranks must call it.
 
     Args:
@@ -75,7 +75,8 @@ def shared_boxes(runtime: Runtime, state: Mapping[str, ChunkedTensor]) -> dict[s
     peers_by_rank: dict[tuple[MeshAxis, ...], list[tuple[int, ...]]] = {
         axis_set: [tuple(mesh.peers(rank, axis_set)) for rank in range(runtime.world_size)] for axis_set in axis_sets
     }
-    axis_set_by_rank: dict[int, dict[int, tuple[MeshAxis, ...]]] = {}  # of each tensor, by its index
+    # By a tensor's index and by rank: the axes along which the rank's peers hold the same boxes.
+    axis_set_by_rank: dict[int, dict[int, tuple[MeshAxis, ...]]] = {}
     for index in range(len(state)):
         holders: dict[object, list[int]] = {}
         for rank, boxes_of_rank in enumerate(boxes_by_rank):
@@ -92,10 +93,10 @@ def shared_boxes(runtime: Runtime, state: Mapping[str, ChunkedTensor]) -> dict[s
             groups[axis_set] = runtime.along(*axis_set)
         except UnsupportedCapabilityError:  # the runtime can't communicate among a part of the ranks
             continue
-    shared: dict[str, Shared] = {}
+    shared: dict[str, SharedBoxes] = {}
     for index, name in enumerate(state):
         own_axis_set = axis_set_by_rank.get(index, {}).get(runtime.rank)
         if own_axis_set in groups:
             peers = groups[own_axis_set]
-            shared[name] = Shared(peers=peers, owner=index % peers.world_size)
+            shared[name] = SharedBoxes(peers=peers, owner=index % peers.world_size)
     return shared

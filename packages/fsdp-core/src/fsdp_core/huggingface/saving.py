@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -129,7 +129,7 @@ def write_model(
     stored_dtype = None if dtype is None else as_dtype(dtype)
     tied = model_shards.first_names()
 
-    def content(model: nn.Module, state: Mapping[str, ChunkedTensor]) -> FolderContent:
+    def choose_content(model: nn.Module, state: Mapping[str, ChunkedTensor]) -> FolderContent:
         if is_adapted(model):
             raise UnsupportedCapabilityError(
                 f"save_pretrained() writes a model, and PEFT has put adapters into this {type(model).__name__}.\n"
@@ -152,7 +152,7 @@ def write_model(
         )
 
     return write_folder(
-        model_shards, folder, content, dtype=stored_dtype, also=also, overwrite=overwrite, own_files=OWN_FILES
+        model_shards, folder, choose_content, dtype=stored_dtype, also=also, overwrite=overwrite, own_files=OWN_FILES
     )
 
 
@@ -173,10 +173,18 @@ class FolderContent:
     configurations: Sequence[Callable[[str], Any]] = ()
 
 
+class _PreparedFolder(NamedTuple):
+    """What rank 0 tells the other ranks of a folder: its path, the token in the names of its files, and these files."""
+
+    final_path: str
+    token: str
+    plans: list[FilePlan]
+
+
 def write_folder(
     model_shards: HeldModel,
     path: StrPath,
-    content: Callable[[nn.Module, Mapping[str, ChunkedTensor]], FolderContent],
+    choose_content: Callable[[nn.Module, Mapping[str, ChunkedTensor]], FolderContent],
     *,
     dtype: torch.dtype | None,
     also: Sequence[SavesItself],
@@ -188,7 +196,7 @@ def write_folder(
     Args:
         model_shards: The model.
         path: The folder's path; rank 0's value is used.
-        content: Called on rank 0 with the model as written and its state; decides what is written.
+        choose_content: Called on rank 0 with the model as written and its state; decides what is written.
         dtype: The dtype for floating-point tensors.
         also: What else writes itself into the folder.
         overwrite: Whether a folder may be replaced.
@@ -200,21 +208,22 @@ def write_folder(
     contents: list[FolderContent] = []  # rank 0's, which is sent to no other rank
     replaceable_files = f"{own_files}|{OTHER_FILES}" if also else own_files
 
-    def prepare() -> tuple[str, str, list[FilePlan]] | None:
+    def prepare() -> _PreparedFolder | None:
         if runtime.rank == 0:
             _refuse_object_store(path)
             check_folder(path, overwrite=overwrite, own_files=replaceable_files)
         with model_shards.unsharded_view() as model:  # on every rank
             if runtime.rank:
                 return None
-            contents.append(content(model, state))
+            contents.append(choose_content(model, state))
         new_folder = NewFolder.of(path)
-        return new_folder.final.root, new_folder.token, _plan_files(contents[0], state, dtype)
+        plans = _plan_files(contents[0], state, dtype)
+        return _PreparedFolder(final_path=new_folder.final.root, token=new_folder.token, plans=plans)
 
     prepared = run_on_first(runtime, action, prepare)
     assert prepared is not None  # rank 0 returns one
-    new_folder = NewFolder.of(prepared[0], prepared[1])
-    plans = prepared[2]
+    new_folder = NewFolder.of(prepared.final_path, prepared.token)
+    plans = prepared.plans
     try:
         _check_boxes(runtime, action, plans, state)
         run_on_all(runtime, action, lambda: None if runtime.rank else allocate(new_folder.folder, plans))
@@ -223,7 +232,7 @@ def write_folder(
         def put_in_place() -> None:
             if contents:  # on rank 0
                 _write_other_files(new_folder, contents[0], plans, also)
-                new_folder.put(overwrite=overwrite, own_files=replaceable_files)
+                new_folder.publish(overwrite=overwrite, own_files=replaceable_files)
 
         run_on_all(runtime, action, put_in_place)
     except FSDPError:  # on every rank

@@ -108,6 +108,7 @@ _READING_METHODS = frozenset(
 
 
 def _record_of(tensor: Tensor) -> tuple[_Build, int]:
+    """Return the build that a tensor is of, and the number of its storage in the build."""
     record: tuple[_Build, int] = getattr(tensor.untyped_storage(), _BUILD)
     return record
 
@@ -123,7 +124,7 @@ def _allow_change(tensor: Tensor, uncounted: int) -> None:
     build.changes[storage_id] = max(build.changes.get(storage_id, 0), tensor._version) + uncounted
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
@@ -186,7 +187,7 @@ class _Memory:
 
     def run(self, step: _Step) -> None:
         args, kwargs = tree_map(self._to_real, step.arguments)
-        for view, value in zip(step.returned, _tensors(step.func(*args, **kwargs)), strict=True):
+        for view, value in zip(step.returned, _tensors_in(step.func(*args, **kwargs)), strict=True):
             if view.storage_id not in self._storages:
                 size, _ = self._sizes[view.storage_id]
                 has_same_layout = (tuple(value.stride()), value.storage_offset()) == (view.stride, view.offset)
@@ -208,15 +209,15 @@ class _Build:
 
     def __init__(self) -> None:
         self.steps: list[_Step] = []
-        self.sizes: list[tuple[int, torch.dtype]] = []
-        self.written_ids: set[int] = set()
+        self.sizes: list[tuple[int, torch.dtype]] = []  # the size in bytes and the dtype of each storage
+        self.written_ids: set[int] = set()  # the numbers of the storages that a step writes to
         self.changes: dict[int, int] = {}  # by storage, how many changes in place are recorded
         self.draws = Draws()
-        self._drawn: dict[str, int] = {}
+        self._drawn: dict[str, int] = {}  # by device type, for how many steps numbers were drawn in order
 
-    def note(self, func: Callable[..., Any], args: Any, kwargs: Any, out: Any, targets: list[Tensor]) -> None:
-        """Record an operation that has returned, or written to, tensors on the meta device."""
-        returned, input_tensors = _tensors(out), _tensors((args, kwargs))
+    def record(self, func: Callable[..., Any], args: Any, kwargs: Any, *, out: Any, targets: list[Tensor]) -> None:
+        """Record an operation that has returned ``out``, and has written to ``targets``, on the meta device."""
+        returned, input_tensors = _tensors_in(out), _tensors_in((args, kwargs))
         new = [tensor for tensor in returned if not is_deferred(tensor)]
         for tensor in new:
             storage: Any = tensor.untyped_storage()
@@ -243,7 +244,7 @@ class _Build:
                 writes=writes,
                 returned=[_View.of(tensor) for tensor in returned],
                 fills=fills and targets[0].numel() * targets[0].itemsize == self.sizes[_record_of(targets[0])[1]][0],
-                draw=self.draws.note(kwargs.get("generator")) if random else None,
+                draw=self.draws.record(kwargs.get("generator")) if random else None,
             )
         )
 
@@ -251,7 +252,7 @@ class _Build:
         if not isinstance(value, Tensor):
             return value
         if is_deferred(value):
-            return _View.of(value) if _record_of(value)[0] is self else value_now(value)
+            return _View.of(value) if _record_of(value)[0] is self else read_now(value)
         return value.detach().clone()  # it may be changed later
 
     def replay(self, storage_ids: Collection[int], device: torch.device) -> _Memory:
@@ -270,7 +271,7 @@ class _Build:
         memory = _Memory(self.sizes, device)
         with torch.no_grad():
             for step in reversed(chosen):
-                with nullcontext() if step.draw is None else step.draw.repeated(device):
+                with nullcontext() if step.draw is None else step.draw.drawing_again(device):
                     memory.run(step)
         return memory
 
@@ -279,12 +280,12 @@ class _Build:
         first = self._drawn.get(device.type, 0)
         self._drawn[device.type] = len(self.steps)
         freed = 0
-        with self.draws.continued(device), torch.no_grad():
+        with self.draws.drawing_in_order(device), torch.no_grad():
             for index in range(first, len(self.steps)):
                 step = self.steps[index]
                 if step.draw is not None:
                     needed = self._replay_until(step.reads, device, index)
-                    with step.draw.first_time(device):
+                    with step.draw.drawing_first(device):
                         needed.run(step)
                     del needed
                     freed += sum(self.sizes[storage_id][0] for storage_id in step.writes)
@@ -293,7 +294,7 @@ class _Build:
                         freed = 0
 
 
-def value_now(tensor: Tensor) -> Tensor:
+def read_now(tensor: Tensor) -> Tensor:
     """The value of a tensor from :func:`deferred_init`, read before its module is materialised."""
     before = random_state(_CPU)
     try:
@@ -309,7 +310,7 @@ def _recording(build: _Build) -> Iterator[None]:
         return
     _thread.recording = True
     try:
-        with _Reads(), _Operations(build):
+        with _ReadingMode(), _RecordingMode(build):
             yield
     finally:
         _thread.recording = False
@@ -324,7 +325,7 @@ def _without_recording() -> Iterator[None]:
         _thread.recording = True
 
 
-class _Reads(TorchFunctionMode):
+class _ReadingMode(TorchFunctionMode):
     """Returns values where control flow needs them, and records what torch skips for tensors on the meta device."""
 
     def __torch_function__(
@@ -333,18 +334,20 @@ class _Reads(TorchFunctionMode):
         if args and isinstance(args[0], Tensor) and is_deferred(args[0]):
             if func in _READING_METHODS:
                 with _without_recording():
-                    return func(value_now(args[0]), *args[1:], **(kwargs or {}))
+                    return func(read_now(args[0]), *args[1:], **(kwargs or {}))
             initialiser = skipped_initialiser(func)
             if initialiser is not None and _thread.recording:
+                initialise, arguments = initialiser
+                build, _ = _record_of(args[0])
                 with _without_recording():
-                    _record_of(args[0])[0].note(initialiser[0], (), initialiser[1], args[0], [args[0]])
+                    build.record(initialise, (), arguments, out=args[0], targets=[args[0]])
         out = func(*args, **(kwargs or {}))
         if getattr(func, "__self__", None) is Tensor.data and is_deferred(args[0]):
             _allow_change(args[0], 0)  # torch counts an assignment to its data, which has an effect without a record
         return out
 
 
-class _Operations(TorchDispatchMode):
+class _RecordingMode(TorchDispatchMode):
     """Runs operations on the meta device, and records them."""
 
     def __init__(self, build: _Build) -> None:
@@ -357,13 +360,13 @@ class _Operations(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if not _thread.recording:
             return func(*args, **kwargs)
-        tensors = _tensors((args, kwargs))
+        tensors = _tensors_in((args, kwargs))
         schema_arguments = {a.name: a for a in func._schema.arguments}
         random = torch.Tag.nondeterministic_seeded in func.tags
         targets: list[Tensor] = []  # what the operator writes to
         for position, (name, argument) in enumerate(schema_arguments.items()):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                targets += _tensors(args[position] if position < len(args) else kwargs.get(name))
+                targets += _tensors_in(args[position] if position < len(args) else kwargs.get(name))
         if any(not tensor.is_meta for tensor in targets):
             if random:
                 raise ShardingError(
@@ -371,25 +374,25 @@ class _Operations(TorchDispatchMode):
                     "is built with empty_init=True: they would not be those that it has without.\n"
                     "Write torch.empty(...) or torch.zeros(...) for that tensor, or build the model without empty_init."
                 )
-            return func(*tree_map(_real, args), **tree_map(_real, kwargs))
+            return func(*tree_map(_with_values, args), **tree_map(_with_values, kwargs))
         if tensors and not random and not any(tensor.is_meta for tensor in tensors):
             return func(*args, **kwargs)
         is_device_inherited = "device" not in kwargs and any(tensor.is_meta for tensor in tensors)
         if "device" in schema_arguments and not is_device_inherited:
             kwargs["device"] = _META
         try:
-            out = func(*tree_map(_empty, args), **tree_map(_empty, kwargs))
+            out = func(*tree_map(_on_meta, args), **tree_map(_on_meta, kwargs))
         except NotImplementedError:  # the size of the result depends on values
             kwargs.pop("device", None)
-            return func(*tree_map(_real, args), **tree_map(_real, kwargs))
+            return func(*tree_map(_with_values, args), **tree_map(_with_values, kwargs))
         build = _record_of(targets[0])[0] if targets and is_deferred(targets[0]) else self._build
-        build.note(func, args, kwargs, out, targets)
+        build.record(func, args, kwargs, out=out, targets=targets)
         return out
 
 
-def _real(value: Any) -> Any:
-    return value_now(value) if isinstance(value, Tensor) and is_deferred(value) else value
+def _with_values(value: Any) -> Any:
+    return read_now(value) if isinstance(value, Tensor) and is_deferred(value) else value
 
 
-def _empty(value: Any) -> Any:
+def _on_meta(value: Any) -> Any:
     return value.to(_META) if isinstance(value, Tensor) else value

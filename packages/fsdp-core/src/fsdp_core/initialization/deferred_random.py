@@ -28,12 +28,12 @@ class Draw:
 
     generator: torch.Generator | None = None
     follows: Draw | None = None
-    seeded: tuple[Tensor, int] | None = None
+    seeded: tuple[Tensor, int] | None = None  # the state, and the seed
     state_before: dict[str, Tensor] = field(default_factory=dict)
     state_after: dict[str, Tensor] = field(default_factory=dict)
 
     @contextmanager
-    def first_time(self, device: torch.device) -> Iterator[None]:
+    def drawing_first(self, device: torch.device) -> Iterator[None]:
         """A context in which the numbers are drawn for the first time, which advances the generator."""
         device_type = device.type
         if self.generator is None:
@@ -46,7 +46,7 @@ class Draw:
         self.state_after[device_type] = self._state(device)
 
     @contextmanager
-    def repeated(self, device: torch.device) -> Iterator[None]:
+    def drawing_again(self, device: torch.device) -> Iterator[None]:
         """A context in which the same numbers are drawn again; the generator's state is restored afterwards."""
         current_state = self._state(device)
         self._set(device, self.state_before[device.type])
@@ -73,17 +73,17 @@ class Draws:
     """
 
     def __init__(self) -> None:
-        self._origin = Draw()
-        self._start: Tensor | None = None
-        self._end: Tensor | None = None
+        self._origin = Draw()  # stands for what was drawn before the first one
+        self._start: Tensor | None = None  # the CPU generator's state before the first draw
+        self._end: Tensor | None = None  # and after the last one
         self._last = self._origin
-        self._ended: dict[int, Draw] = {}
+        self._draw_of_state: dict[int, Draw] = {}  # the draw that left the CPU generator in a state, by its hash
 
     def is_continued(self) -> bool:
         """Whether the generator is unchanged since the last draw was recorded."""
         return self._end is not None and torch.equal(self._end, torch.get_rng_state())
 
-    def note(self, generator: torch.Generator | None) -> Draw:
+    def record(self, generator: torch.Generator | None) -> Draw:
         """Record that random numbers are drawn."""
         draw = Draw(generator)
         if generator is not None:
@@ -91,18 +91,18 @@ class Draws:
         current_state = torch.get_rng_state()
         if self._start is None:
             self._start = current_state
-            self._ended[_key(current_state)] = self._origin
-        draw.follows = self._ended.get(_key(current_state))
+            self._draw_of_state[_key(current_state)] = self._origin
+        draw.follows = self._draw_of_state.get(_key(current_state))
         if draw.follows is None:
             draw.seeded = current_state, torch.initial_seed()
         torch.rand(1)
         self._end = torch.get_rng_state()
         self._last = draw
-        self._ended[_key(self._end)] = draw
+        self._draw_of_state[_key(self._end)] = draw
         return draw
 
     @contextmanager
-    def continued(self, device: torch.device) -> Iterator[None]:
+    def drawing_in_order(self, device: torch.device) -> Iterator[None]:
         """A context in which recorded draws are made for the first time: those since the last such context.
 
         They start from the generator's state at the first recorded draw; if the generator was used or seeded since,

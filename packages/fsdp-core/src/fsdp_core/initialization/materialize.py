@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.deferred_init import has_values, is_deferred, values_of, was_changed
-from fsdp_core.initialization.sharded_init import let_go_of
+from fsdp_core.initialization.sharded_init import detach_part
 from fsdp_core.runtime import Runtime
 from fsdp_core.state.host_memory import give_back
 
@@ -29,7 +29,7 @@ def place(
 
     Parameters that were sharded while they were built are gathered (:mod:`fsdp_core.initialization.sharded_init`).
     On devices for which torch refuses ``parameter.data = …``, the modules get other parameters, tied as before if all
-    their owners are among ``modules``; pass them to :meth:`fsdp_core.Sharded.remember`.
+    their owners are among ``modules``; pass them to :meth:`fsdp_core.Sharded.record_parameter_names`.
 
     Args:
         modules: The modules, each without its children.
@@ -39,6 +39,7 @@ def place(
     """
     if init is None:
         materialize(modules, runtime.device)
+    #: By the id of a parameter that was replaced: it, which is kept alive so that its id isn't reused, and the new one.
     replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for module in modules:
         if init is not None and any(p.is_meta for p in module.parameters(recurse=False)):
@@ -46,11 +47,12 @@ def place(
         full_tensors: list[torch.Tensor] = []
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(parameter) in replaced:
-                setattr(module, name, replaced[id(parameter)][1])
+                _, moved = replaced[id(parameter)]
+                setattr(module, name, moved)
                 continue
             if leave(module, parameter):
                 continue
-            kept_part = let_go_of(parameter)
+            kept_part = detach_part(parameter)
             if kept_part is not None:
                 moved = _with_data(parameter, kept_part.whole(runtime.device))
                 del kept_part
@@ -59,7 +61,7 @@ def place(
                 moved = _with_data(parameter, parameter.data.to(runtime.device).contiguous())
                 full_tensors.append(moved)
             if moved is not parameter:
-                replaced[id(parameter)] = parameter, moved  # the former is kept alive: its id must not be reused
+                replaced[id(parameter)] = parameter, moved
                 setattr(module, name, moved)
         for name, buffer in list(module.named_buffers(recurse=False)):
             module._buffers[name] = buffer.to(runtime.device)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Never
+from typing import Any, NamedTuple, Never
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from fsdp_core.state.host_memory import give_back, memory_of
 from fsdp_core.torch_private.process_groups import default_store
 from fsdp_core.torch_private.tensors import users_of_storage, without_torch_function
 
-__all__ = ["KeptPart", "check_same_parts", "is_part", "keep_parts", "kept_as_built", "let_go_of"]
+__all__ = ["KeptPart", "check_same_parts", "detach_part", "is_part", "keep_parts", "kept_as_built"]
 
 # torch 2.13 deprecates the second name for the first
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -54,7 +54,7 @@ class KeptPart:
     digest: str
     spoiled: bool = False
 
-    def opened(self) -> Tensor:
+    def to_full_shape(self) -> Tensor:
         """A tensor of the whole shape, with NaN for the elements of other ranks."""
         full = torch.full((self.shape.numel(),), torch.nan, dtype=self.part.dtype, device=self.part.device)
         _range_of(full, self.rank, self.ranks).copy_(self.part)
@@ -94,6 +94,13 @@ class KeptPart:
                 dist.broadcast(range_of_rank, src=rank)
 
 
+class _PartFacts(NamedTuple):
+    """What ranks tell each other of a :class:`KeptPart`."""
+
+    digest: str
+    spoiled: bool
+
+
 class PartOfParameter(nn.Parameter):
     """A parameter of which each rank keeps a part: it has the whole shape, without memory.
 
@@ -110,12 +117,12 @@ class PartOfParameter(nn.Parameter):
         with without_torch_function():
             if name in _READS_NO_VALUES:
                 return func(*args, **kwargs)
-            _close_all()  # including the arguments, which are opened again below
+            _close_unused_parameters()  # including the arguments, which are to_full_shape again below
             parameters = list(_parts_in((args, kwargs)))
             if not _may_write(name):
                 _refuse_reading(parameters[0], name)
             for parameter in parameters:
-                _open(parameter)
+                _open_parameter(parameter)
             result = func(*args, **kwargs)
             if isinstance(result, Tensor) and not devices.has_addresses(result):
                 _refuse_reading(parameters[0], name)  # moving a module there creates new parameters
@@ -143,7 +150,7 @@ class OpenParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
             copied = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
-            _note_open(copied, _kept_part_of(self))
+            _mark_as_open(copied, _kept_part_of(self))
             memo[id(self)] = copied
         parameter: nn.Parameter = memo[id(self)]
         return parameter
@@ -154,7 +161,7 @@ class _OpenParameters(threading.local):
 
     def __init__(self) -> None:
         self.refs: list[weakref.ref[nn.Parameter]] = []
-        self.had_any = False  # since the last model was set up
+        self.had_any = False  # whether there were any since the last model was set up
 
 
 _open_parameters = _OpenParameters()
@@ -185,7 +192,7 @@ def kept_as_built(runtime: Runtime | None) -> Iterator[None]:
         try:
             yield
         finally:
-            _close_all()
+            _close_unused_parameters()
 
 
 @contextmanager
@@ -232,7 +239,7 @@ def keep_parts(module: nn.Module, runtime: Runtime) -> None:
         module: The layer. Tensors on other devices than CPU and GPU, or that are not plain parameters, are left alone.
         runtime: The ranks.
     """
-    _close_all()
+    _close_unused_parameters()
     for parameter in module.parameters():
         if type(parameter) is nn.Parameter and _can_keep_part(parameter):
             flat = parameter.detach().reshape(-1)
@@ -247,14 +254,14 @@ def keep_parts(module: nn.Module, runtime: Runtime) -> None:
     give_back()
 
 
-def let_go_of(parameter: nn.Parameter) -> KeptPart | None:
+def detach_part(parameter: nn.Parameter) -> KeptPart | None:
     """Detach a parameter's part from it; the parameter becomes a plain one without memory.
 
     Returns:
         The part; ``None`` if the parameter is whole.
     """
     if isinstance(parameter, OpenParameter):
-        _close(parameter)
+        _close_parameter(parameter)
     if not isinstance(parameter, PartOfParameter):
         return None
     kept_part = _kept_part_of(parameter)
@@ -276,7 +283,7 @@ def check_same_parts(module: nn.Module, runtime: Runtime) -> None:
     kept_parts: dict[str, KeptPart] = {}
     for name, parameter in module.named_parameters():
         if isinstance(parameter, OpenParameter):
-            _close(parameter)
+            _close_parameter(parameter)
         if isinstance(parameter, PartOfParameter):
             kept_parts[clean_name(name)] = _kept_part_of(parameter)
     has_opened_any = _open_parameters.had_any  # perhaps also of layers that were replaced since
@@ -284,25 +291,26 @@ def check_same_parts(module: nn.Module, runtime: Runtime) -> None:
     if runtime.world_size == 1:
         return
     nan_names = _names_computed_of_parts(module) if has_opened_any else []
-    digests = [(kept_part.digest, kept_part.spoiled) for kept_part in kept_parts.values()]
-    differs = digests != runtime.broadcast_object(digests)
+    facts = [_PartFacts(kept_part.digest, kept_part.spoiled) for kept_part in kept_parts.values()]
+    differs = facts != runtime.broadcast_object(facts)
     is_spoiled = any(kept_part.spoiled for kept_part in kept_parts.values())
-    if not runtime.total([differs or is_spoiled or bool(nan_names)])[0]:
+    (ranks_with_faults,) = runtime.total([differs or is_spoiled or bool(nan_names)])
+    if not ranks_with_faults:
         return
-    reports = runtime.gather_objects((digests, nan_names))
+    reports = runtime.gather_objects((facts, nan_names))
     for name in (name for _, names in reports for name in names):
         raise ShardingError(
             f"{name!r} is NaN: it was computed of a parameter that was read after wrap(), and of which each rank keeps "
             f"its part: {_AS_BUILT}.\nRead it before wrap(), call wrap() last; or {_BUILD_WHOLE}."
         )
-    digests_by_rank = [digests_of_rank for digests_of_rank, _ in reports]
     for number, name in enumerate(kept_parts):
-        if any(spoiled for _, spoiled in (digests_of_rank[number] for digests_of_rank in digests_by_rank)):
+        facts_by_rank: list[_PartFacts] = [facts_of_rank[number] for facts_of_rank, _ in reports]
+        if any(facts_of_rank.spoiled for facts_of_rank in facts_by_rank):
             raise ShardingError(
                 f"{name!r} was computed after wrap() from elements that other ranks keep: {_AS_BUILT}.\n"
                 f"Give the layer its values first: build it, initialise it, and wrap() it last; {_BUILD_WHOLE}."
             )
-        if len({digests_of_rank[number][0] for digests_of_rank in digests_by_rank}) > 1:
+        if len({facts_of_rank.digest for facts_of_rank in facts_by_rank}) > 1:
             raise ShardingError(
                 f"ranks have built {name!r} with different values, and each has kept its part: {_AS_BUILT}.\n"
                 "Where some of its elements were changed after wrap(), call wrap() last. Where ranks draw other random "
@@ -330,6 +338,7 @@ def _refuse_reading(parameter: nn.Parameter, name: str) -> Never:
 
 # -- what an operation does to a parameter -----------------------------------------------------------------------------
 
+#: What reads no elements; ``"attribute"`` stands for all attributes that show none.
 _READS_NO_VALUES = frozenset(
     [
         *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "__len__"),
@@ -340,6 +349,7 @@ _READS_NO_VALUES = frozenset(
         *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "attribute"),
     ]
 )
+#: What returns a tensor that may share the parameter's memory, and through which its elements may be written.
 _VIEWS = frozenset(
     [
         *("data", "T", "mT", "t", "transpose", "permute", "view", "view_as", "reshape", "flatten", "unflatten"),
@@ -401,22 +411,22 @@ def _set_class(parameter: nn.Parameter, parameter_class: type[nn.Parameter]) -> 
     parameter.__class__ = parameter_class
 
 
-def _open(parameter: nn.Parameter) -> None:
+def _open_parameter(parameter: nn.Parameter) -> None:
     """Allocate a parameter's whole memory, for something to write to it."""
     if isinstance(parameter, PartOfParameter):
         kept_part = _kept_part_of(parameter)
         _open_parameters.had_any = True
-        parameter.data = kept_part.opened()
-        _note_open(parameter, kept_part)
+        parameter.data = kept_part.to_full_shape()
+        _mark_as_open(parameter, kept_part)
 
 
-def _note_open(parameter: nn.Parameter, kept_part: KeptPart) -> None:
+def _mark_as_open(parameter: nn.Parameter, kept_part: KeptPart) -> None:
     parameter.__dict__[_ATTRIBUTE] = kept_part
     _set_class(parameter, OpenParameter)
     _open_parameters.refs.append(weakref.ref(parameter))
 
 
-def _close_all() -> None:
+def _close_unused_parameters() -> None:
     """Close the parameters that nothing writes to any more: those whose memory only the parameter itself holds."""
     if not _open_parameters.refs:
         return
@@ -425,14 +435,14 @@ def _close_all() -> None:
         parameter = ref()
         if parameter is not None and isinstance(parameter, OpenParameter):
             if users_of_storage(parameter) == 1:
-                _close(parameter)
+                _close_parameter(parameter)
             else:
                 still_open.append(ref)
     _open_parameters.refs = still_open
     give_back()
 
 
-def _close(parameter: OpenParameter) -> None:
+def _close_parameter(parameter: OpenParameter) -> None:
     before = _kept_part_of(parameter)
     flat = parameter.detach().reshape(-1)
     part = _range_of(flat, before.rank, before.ranks).clone()

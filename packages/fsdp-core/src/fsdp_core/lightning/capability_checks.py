@@ -56,7 +56,7 @@ def require(strategy: str, capability: Capability, request: str, instead: str = 
 
 
 class StrategyCapabilities:
-    """The half of a strategy that refuses what it does not declare."""
+    """A base of every strategy's class: refuses what the strategy does not declare."""
 
     strategy_name: str
 
@@ -92,12 +92,12 @@ def check_options(cls: type, arguments: tuple[Any, ...], options: Mapping[str, A
     Raises:
         UnsupportedCapabilityError: There is such an option, or the constructor takes no option of this name.
     """
-    listed_and_info = _find_listed(cls)
-    if listed_and_info is None:
+    listed_class_and_info = _find_listed_class(cls)
+    if listed_class_and_info is None:
         return
-    listed, info = listed_and_info
-    parameters, takes_any_option = _parameters(cls, listed)
-    arguments_by_name = {**dict(zip(parameters, arguments, strict=False)), **options}
+    listed_class, info = listed_class_and_info
+    option_names, takes_any_option = _options_of_constructor(cls, listed_class)
+    arguments_by_name = {**dict(zip(option_names, arguments, strict=False)), **options}
     defaults = {option.name: option.default for option in info.options}
     refused: dict[str, str] = {}
     for name, value in arguments_by_name.items():
@@ -105,17 +105,19 @@ def check_options(cls: type, arguments: tuple[Any, ...], options: Mapping[str, A
         if capability is None or capability in info.capabilities:
             continue
         is_default = name in defaults and is_same_value(value, defaults[name])
-        if not is_default:  # which requests nothing
+        if not is_default:  # a default requests nothing
             refused[name] = str(_refusal(info, capability, f"{name}={_describe_value(value)}", "Leave it out"))
     if refused:
         messages = list(refused.values())
-        if refused.keys() <= options.keys():  # the constructor can be called without them
+        # all errors are reported at once: the constructor is called without the refused options to find further ones
+        can_leave_out = refused.keys() <= options.keys()
+        if can_leave_out:
             try:
                 cls(*arguments, **{name: value for name, value in options.items() if name not in refused})
-            except UnsupportedCapabilityError as error:  # about other options: all are reported at once
+            except UnsupportedCapabilityError as error:
                 messages.append(str(error))
         raise UnsupportedCapabilityError("\n".join(messages))
-    unknown = [name for name in options if name not in parameters]
+    unknown = [name for name in options if name not in option_names]
     if unknown and not takes_any_option:
         refuse_unknown_options(info.name, cls, dict.fromkeys(unknown), {})
 
@@ -172,10 +174,10 @@ def check_loop(strategy: str, layout: str, trainer: pl.Trainer, module: pl.Light
         request = f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
         require(strategy, Capability.GRADIENT_ACCUMULATION, request)
     if trainer.gradient_clip_val:
-        by_value = trainer.gradient_clip_algorithm == "value"
-        request = f"gradient_clip_val={trainer.gradient_clip_val}"
-        request += f", gradient_clip_algorithm={'value' if by_value else 'norm'!r}"
-        require(strategy, Capability.CLIP_BY_VALUE if by_value else Capability.CLIP_BY_NORM, request)
+        clips_by_value = trainer.gradient_clip_algorithm == "value"
+        algorithm = "value" if clips_by_value else "norm"  # which is Lightning's default for None
+        request = f"gradient_clip_val={trainer.gradient_clip_val}, gradient_clip_algorithm={algorithm!r}"
+        require(strategy, Capability.CLIP_BY_VALUE if clips_by_value else Capability.CLIP_BY_NORM, request)
     if not module.automatic_optimization:
         require(strategy, Capability.MANUAL_OPTIMIZATION, "automatic_optimization=False")
     if trainer.checkpoint_callbacks:
@@ -204,37 +206,41 @@ def check_materialization(strategy: str, module: nn.Module) -> None:
         )
 
 
-def _find_listed(cls: type) -> tuple[type, StrategyInfo] | None:
-    """The class or first base that a plugin lists, and its description; of several names, one without presets."""
+def _find_listed_class(cls: type) -> tuple[type, StrategyInfo] | None:
+    """The class or first base that a plugin lists, and its description.
+
+    If the class is listed under several names, the one with the fewest presets is taken.
+    """
     infos = sorted(registry.strategies().values(), key=lambda info: len(info.presets))
     for base in cls.__mro__:
         for info in infos:
-            if _is(base, info.trainer) or _is(base, info.fabric):
+            if _is_named_by(info.trainer, base) or _is_named_by(info.fabric, base):
                 return base, info
     return None
 
 
-def _parameters(cls: type, listed: type) -> tuple[list[str], bool]:
+def _options_of_constructor(cls: type, listed_class: type) -> tuple[list[str], bool]:
     """The names of the options that a class takes, and whether its constructor accepts any other name.
 
     A subclass's constructor may name some options, and pass on the others as ``**options``. The listed class then
     refuses names that it does not know.
     """
     names: list[str] = []
-    for base in cls.__mro__[: cls.__mro__.index(listed) + 1]:
+    for base in cls.__mro__[: cls.__mro__.index(listed_class) + 1]:
         constructor = vars(base).get("__init__")
         if constructor is not None and not hasattr(constructor, "is_generated"):
             parameters = list(inspect.signature(constructor).parameters.values())[1:]
             named = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
             names += [name for name in named if name not in names]
-            if len(named) == len(parameters):  # there are no **options
+            has_var_keyword = len(named) < len(parameters)
+            if not has_var_keyword:  # nothing is passed on to the listed class
                 return names, False
-    names_of_listed = inspect.signature(listed).parameters
+    names_of_listed = inspect.signature(listed_class).parameters
     return list(dict.fromkeys([*names, *names_of_listed])), True
 
 
-def _is(cls: type, reference: str | None) -> bool:
-    """Whether ``"module:attribute"`` names this class, which has been imported."""
+def _is_named_by(reference: str | None, cls: type) -> bool:
+    """Whether a reference ``"module:attribute"`` names a class, which has been imported."""
     module, _, attribute = (reference or "").partition(":")
     named: Any = sys.modules.get(module)
     for part in attribute.split("."):

@@ -16,7 +16,7 @@ from fsdp_core.lightning.options import describe_class, signature_of, strategy_o
 from fsdp_core.lightning.setup_checks import (
     check_scattered_save,
     check_state_dict_type,
-    check_waiting,
+    check_timeout_and_async_save,
 )
 from fsdp_core.plugins.unknown_options import refuse_unknown_options
 from fsdp_core.sharding.options import ShardingOptions, check_process_group_backend, check_switches, option_names
@@ -34,11 +34,11 @@ def define_constructor(cls: Any, base: type) -> None:
     cls.options_class = strategy_options(cls.options_class)
     cls.__signature__ = signature_of(cls, base)  # otherwise Sphinx would show that of __new__
     if "__init__" not in vars(cls):
-        cls.__init__ = _constructor(cls)  # of its own, for jsonargparse to read
+        cls.__init__ = _make_constructor(cls)  # jsonargparse reads the signature of the class's own constructor
     cls.__doc__ = describe_class(cls, cls.options_class, cls.__signature__.parameters)
 
 
-def _constructor(cls: Any) -> Callable[..., None]:
+def _make_constructor(cls: Any) -> Callable[..., None]:
     """A constructor that passes everything on, with the signature of its class."""
 
     def __init__(self: Any, *positional: Any, **options: Any) -> None:
@@ -58,7 +58,7 @@ def _construct(cls: type[Any], args: tuple[Any, ...], options: dict[str, Any]) -
 
 
 class ConstructedStrategy(StrategyCapabilities):
-    """The half of a strategy that takes options. Comes before Lightning's class.
+    """A base of every strategy's class: takes the options. Comes before Lightning's class in the MRO.
 
     Attributes:
         strategy_name: The name that users type.
@@ -95,7 +95,9 @@ class ConstructedStrategy(StrategyCapabilities):
         vars(copied).update(copy.deepcopy(state, memo))
         return copied
 
-    def _reduce(self, *, is_sharded: bool, set_by_lightning: Collection[str], advice: str) -> tuple[Any, ...]:
+    def _reduce_to_arguments(
+        self, *, is_sharded: bool, set_by_lightning: Collection[str], advice: str
+    ) -> tuple[Any, ...]:
         """Return what ``__reduce__`` returns: the constructor's arguments and what Lightning has set since.
 
         Args:
@@ -115,7 +117,7 @@ class ConstructedStrategy(StrategyCapabilities):
         attributes = {name: value for name, value in vars(self).items() if name in set_by_lightning}
         return _construct, (type(self), args, options), attributes
 
-    def _by_name(self, positional: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    def _arguments_by_name(self, positional: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
         """The constructor's arguments by name."""
         values = dict(zip(self.positional, positional, strict=False))
         repeated = [name for name in values if name in keywords]
@@ -141,25 +143,25 @@ class ConstructedStrategy(StrategyCapabilities):
         Raises:
             UnsupportedCapabilityError: An option is unknown, or can't be used.
         """
-        values = self._by_name(positional, keywords)
+        values = self._arguments_by_name(positional, keywords)
         names = [name for name in option_names(self.options_class) if name not in self.left_out]
         unknown = {name: value for name, value in values.items() if name not in names}
         hints = dict(self.migration_hints)
         if "process_group_backend" in names:
             hints.setdefault("backend", "Did you mean 'process_group_backend'?")
-        refused: list[str] = []
+        messages: list[str] = []  # of both steps, to report all that is wrong at once
         try:
             refuse_unknown_options(self.strategy_name, type(self), unknown, hints, accepted=self.accepted_noops)
         except UnsupportedCapabilityError as error:
-            refused.append(str(error))
+            messages.append(str(error))
         try:
             options = self.options_class(**{name: values[name] for name in names if name in values})
         except UnsupportedCapabilityError as error:
-            refused.append(str(error))
-        if refused:
-            raise UnsupportedCapabilityError("\n".join(refused))
+            messages.append(str(error))
+        if messages:
+            raise UnsupportedCapabilityError("\n".join(messages))
         check_state_dict_type(options.state_dict_type)
-        check_waiting(options.timeout, options.async_save)
+        check_timeout_and_async_save(options.timeout, options.async_save)
         check_error_if_nonfinite(options.error_if_nonfinite)
         check_scattered_save(options.scattered_save, options.state_dict_type)
         check_switches(options)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fsdp_core import checkpoint as checkpoints
 from fsdp_core.checkpoint.collective import run_on_all
 from fsdp_core.checkpoint.format.state_paths import join_path
-from fsdp_core.checkpoint.storage.joined import Paths, paths_of, shown_paths
+from fsdp_core.checkpoint.storage.joined_folder import Paths, normalize_paths, shown_paths
 from fsdp_core.errors import CheckpointMismatchError, MissingKeyError, OptimizerMismatchError
 from fsdp_core.lightning.checkpoints.begun_accumulation import AccumulatedGradients
 from fsdp_core.lightning.checkpoints.full.file import gather_full
@@ -22,7 +22,7 @@ from fsdp_core.lightning.checkpoints.local_shards import refuse_local_shards
 from fsdp_core.lightning.checkpoints.sharded_or_full import SaveTarget, read_checkpoint, write_file, write_folder
 from fsdp_core.lightning.loaders.fabric_loaders import is_left_out, is_loader, load_loader, loader_state
 from fsdp_core.lightning.outside_steps.forwarding import sharded_in
-from fsdp_core.lightning.outside_steps.redirection import normal_tensors
+from fsdp_core.lightning.outside_steps.redirection import outside_inference_mode
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.fqn import aliases
 from fsdp_core.state.random_state import RandomState, with_runtime
@@ -56,16 +56,16 @@ def owner_of(optimizer: Optimizer, roots: Sequence[Sharded]) -> Sharded:
     )
 
 
-@normal_tensors()
+@outside_inference_mode()
 def module_state(module: nn.Module) -> dict[str, Any]:
     """The state of a module, whether it was set up or not."""
     sharded = sharded_in(module)
     return module.state_dict() if sharded is None else sharded.model_state()
 
 
-@normal_tensors()
+@outside_inference_mode()
 def load_module(module: nn.Module, state: Mapping[str, Any], strict: bool, *, check_only: bool = False) -> None:
-    """Restore a module, whether it was set up or not."""
+    """Restore a module, whether it was set up or not; or, with ``check_only``, raise if that would fail."""
     sharded = sharded_in(module)
     if sharded is None:
         _restore_unsharded(module, state, strict, check_only=check_only)
@@ -73,7 +73,7 @@ def load_module(module: nn.Module, state: Mapping[str, Any], strict: bool, *, ch
         sharded.load_model_state(state, strict, check_only=check_only)
 
 
-@normal_tensors()
+@outside_inference_mode()
 def save_checkpoint(
     strategy: ShardedFabricStrategy,
     path: str | Path,
@@ -109,46 +109,71 @@ def _write(
     if async_saves is not None:
         async_saves.wait()  # before memory is allocated for this one
     _warn_of_gradients(strategy, state)
-    kinds, tied = dict[str, str](), dict[str, str]()
+    kept_objects = {key: obj for key, obj in state.items() if not is_left_out(key, obj, strategy.runtime)}
     converted: dict[str, Any] = {}
-    for key, obj in state.items():
-        if isinstance(obj, nn.Module):
-            sharded = sharded_in(obj)
-            converted[key] = obj.state_dict() if sharded is None else sharded.model_state()
-            kinds[join_path(key)] = "model"
-            if key not in filters:
-                names = aliases(obj) if sharded is None else sharded.aliases()
-                tied.update({join_path(key, a): join_path(key, b) for a, b in names.items()})
-        elif isinstance(obj, Optimizer):
-            converted[key] = owner_of(obj, strategy.roots).optimizer_state(obj)
-            kinds[join_path(key)] = "optimizer"
-        elif is_left_out(key, obj, strategy.runtime):
-            continue
-        elif is_loader(obj):
-            converted[key] = loader_state(key, obj, strategy.runtime)
-        else:
-            stateful = with_runtime(obj, strategy.runtime) if isinstance(obj, RandomState) else obj
-            converted[key] = stateful.state_dict() if callable(getattr(stateful, "state_dict", None)) else stateful
-        if key in filters and isinstance(converted[key], dict):
-            converted[key] = {k: v for k, v in converted[key].items() if filters[key](k, v)}
-    plain = {key: value for key, value in converted.items() if join_path(key) not in kinds}
-    refuse_local_shards(plain, strategy.roots, strategy.optimizers, strategy.runtime, _INSTEAD)
+    for key, obj in kept_objects.items():
+        value = _state_of(strategy, key, obj)
+        if key in filters and isinstance(value, dict):
+            value = {name: inner for name, inner in value.items() if filters[key](name, inner)}
+        converted[key] = value
+    # by path in the state
+    kinds = {
+        join_path(key): "model" if isinstance(obj, nn.Module) else "optimizer"
+        for key, obj in kept_objects.items()
+        if isinstance(obj, nn.Module | Optimizer)
+    }
+    plain_data = {key: value for key, value in converted.items() if join_path(key) not in kinds}
+    refuse_local_shards(plain_data, strategy.roots, strategy.optimizers, strategy.runtime, _INSTEAD)
     if strategy.state_dict_type == "full":
         full_state = gather_full(converted, strategy.backend)
         for key, value in full_state.items():
             if kinds.get(join_path(key)) == "optimizer":
                 full_state[key] = number_parameters(value)
-        write_file(strategy, target.path, full_state, converted, storage_options, async_saves)
+        write_file(
+            strategy,
+            target.path,
+            full_state,
+            gathered_from=converted,
+            storage_options=storage_options,
+            async_saves=async_saves,
+        )
         return
-    write_folder(strategy, target, converted, storage_options, async_saves, kinds=kinds, aliases=tied)
+    tied_paths: dict[str, str] = {}
+    for key, obj in kept_objects.items():
+        if isinstance(obj, nn.Module) and key not in filters:  # a filter may drop the name that a tensor is saved under
+            sharded = sharded_in(obj)
+            first_names = aliases(obj) if sharded is None else sharded.aliases()
+            tied_paths |= {join_path(key, alias): join_path(key, name) for alias, name in first_names.items()}
+    write_folder(
+        strategy,
+        target,
+        converted,
+        storage_options=storage_options,
+        async_saves=async_saves,
+        kinds=kinds,
+        aliases=tied_paths,
+    )
+
+
+def _state_of(strategy: ShardedFabricStrategy, key: str, obj: Any) -> Any:
+    """What a checkpoint holds of one of the user's objects."""
+    if isinstance(obj, nn.Module):
+        return module_state(obj)
+    if isinstance(obj, Optimizer):
+        return owner_of(obj, strategy.roots).optimizer_state(obj)
+    if is_loader(obj):
+        return loader_state(key, obj, strategy.runtime)
+    if isinstance(obj, RandomState):
+        obj = with_runtime(obj, strategy.runtime)
+    return obj.state_dict() if callable(getattr(obj, "state_dict", None)) else obj
 
 
 def _warn_of_gradients(strategy: ShardedFabricStrategy, state: dict[str, Any]) -> None:
     """Warn of accumulated gradients that are not saved."""
-    saved = [obj.module for obj in state.values() if isinstance(obj, AccumulatedGradients)]
+    modules_with_gradients = [obj.module for obj in state.values() if isinstance(obj, AccumulatedGradients)]
     models = [obj for obj in state.values() if isinstance(obj, nn.Module)]
     roots = [root for root in strategy.accumulating if any(sharded_in(model) is root for model in models)]
-    forgotten = [root for root in roots if not any(root.module is module for module in saved)]
+    forgotten = [root for root in roots if not any(root.module is module for module in modules_with_gradients)]
     if forgotten and strategy.runtime.rank == 0:
         warnings.warn(
             "this checkpoint is saved between the micro-batches of a step, without the gradients that they have "
@@ -158,7 +183,7 @@ def _warn_of_gradients(strategy: ShardedFabricStrategy, state: dict[str, Any]) -
         )
 
 
-@normal_tensors()
+@outside_inference_mode()
 def load_checkpoint(
     strategy: ShardedFabricStrategy, path_or_paths: Paths, state: Any, strict: bool, weights_only: bool | None
 ) -> dict[str, Any]:
@@ -182,38 +207,39 @@ def load_checkpoint(
     """
     strategy.wait_for_saves()
     with strategy.steps.gradient_guard.while_off():
-        path = strategy.agree_on_path(paths_of(path_or_paths), "load")
+        path = strategy.agree_on_path(normalize_paths(path_or_paths), "load")
         return _load(strategy, path, state, strict, weights_only)
 
 
 def _load(
     strategy: ShardedFabricStrategy, path: Paths, state: Any, strict: bool, weights_only: bool | None
 ) -> dict[str, Any]:
-    saved, _ = read_checkpoint(strategy, path, weights_only)
+    saved = read_checkpoint(strategy, path, weights_only).state
     if isinstance(state, dict) and "state_dict" in state and "state_dict" not in saved:
-        saved = as_trainers_file(saved) or saved
+        saved = as_trainers_file(saved) or saved  # a Trainer's folder, asked for by the keys of a Trainer's file
     if isinstance(state, nn.Module | Optimizer):
         _restore(strategy, state, saved, strict)
         return {}
     is_everything_returned = state is None
     state = {} if state is None else state
     missing = [key for key in state if key not in saved and not is_left_out(key, state[key], strategy.runtime)]
-    if strict and missing:
+    if strict and missing:  # is_left_out(): saves leave such a loader out
         raise MissingKeyError(
             f"{shown_paths(path)} holds no {missing[0]!r}; it holds {', '.join(map(repr, saved))}.\n"
             "Load only keys that it holds, or load with strict=False."
         )
-    modules = [key for key in state if key in saved and isinstance(state[key], nn.Module)]
-    order = [*modules, *(key for key in state if key in saved and key not in modules)]
+    saved_keys = [key for key in state if key in saved]
+    modules_first = sorted(saved_keys, key=lambda key: not isinstance(state[key], nn.Module))
 
-    def compare() -> None:
-        for key in order:
+    def compare_all() -> None:
+        for key in modules_first:
             _restore(strategy, state[key], saved[key], strict, check_only=True)
 
-    # before any of them is changed
-    run_on_all(strategy.runtime, f"comparing {shown_paths(path)} with what it is loaded into", compare)
-    for key in order:
-        if not _restore(strategy, state[key], saved[key], strict):
+    # all objects are compared before the first is changed
+    run_on_all(strategy.runtime, f"comparing {shown_paths(path)} with what it is loaded into", compare_all)
+    for key in modules_first:
+        is_restored = _restore(strategy, state[key], saved[key], strict)
+        if not is_restored:
             state[key] = _materialize(saved[key])
     # the full state of an optimizer that was not requested may not fit on one rank
     remaining = {key: value for key, value in saved.items() if key not in state}
@@ -221,7 +247,7 @@ def _load(
 
 
 def _restore(strategy: ShardedFabricStrategy, obj: Any, value: Any, strict: bool, *, check_only: bool = False) -> bool:
-    """Restore one object in place; ``False`` if it is plain data, which can't be."""
+    """Restore one object in place, and return whether that is possible: plain data can only be replaced."""
     if isinstance(obj, nn.Module):
         load_module(obj, value, strict, check_only=check_only)
     elif isinstance(obj, Optimizer):
@@ -251,19 +277,21 @@ def _restore_unsharded(module: nn.Module, value: Mapping[str, Any], strict: bool
     Raises:
         CheckpointMismatchError: It does not fit, or the module has no memory yet.
     """
-    live = module.state_dict()
-    empty = [name for name, tensor in live.items() if isinstance(tensor, Tensor) and tensor.is_meta]
+    own_state = module.state_dict()
+    empty = [name for name, tensor in own_state.items() if isinstance(tensor, Tensor) and tensor.is_meta]
     if empty:
         raise CheckpointMismatchError(
             f"{type(module).__name__} has no memory yet to load {empty[0]!r} into: it was built on the meta device.\n"
             "Write `model = fabric.setup(model)` first, and load then."
         )
-    tensors = {name: tensor for name, tensor in value.items() if isinstance(tensor, Tensor | checkpoints.SavedTensor)}
-    live_tensors = {name: tensor for name, tensor in live.items() if isinstance(tensor, Tensor)}
-    checkpoints.fill_all(live_tensors, tensors, strict=strict, cast=not strict, check_only=check_only)
-    extra = {name: _materialize(saved) for name, saved in value.items() if name in live and name not in live_tensors}
-    if extra and not check_only:
-        module.load_state_dict(extra, strict=False)
+    saved_tensors = {
+        name: tensor for name, tensor in value.items() if isinstance(tensor, Tensor | checkpoints.SavedTensor)
+    }
+    own_tensors = {name: tensor for name, tensor in own_state.items() if isinstance(tensor, Tensor)}
+    checkpoints.fill_all(own_tensors, saved_tensors, strict=strict, cast=not strict, check_only=check_only)
+    names_of_extra_state = [name for name in value if name in own_state and name not in own_tensors]
+    if names_of_extra_state and not check_only:
+        module.load_state_dict({name: _materialize(value[name]) for name in names_of_extra_state}, strict=False)
 
 
 def _materialize(value: Any) -> Any:

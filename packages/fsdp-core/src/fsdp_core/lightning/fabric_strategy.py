@@ -26,7 +26,7 @@ from fsdp_core.lightning.fabric_checkpoints import (
 from fsdp_core.lightning.features.fabric_steps import FabricSteps
 from fsdp_core.lightning.features.preemption import Signals
 from fsdp_core.lightning.launchers.notebooks import FabricForkedRanks
-from fsdp_core.lightning.loaders.fabric_loaders import follow_in_fabric
+from fsdp_core.lightning.loaders.fabric_loaders import track_in_fabric
 from fsdp_core.lightning.outside_steps.forwarding import root_around, set_up_model
 from fsdp_core.lightning.precision_plugins import ShardedFabricPrecision, read_precision, shard_dtypes
 from fsdp_core.lightning.private import FabricSubprocessLauncher
@@ -85,7 +85,7 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
         Raises:
             ShardingError: A module is sharded already.
         """
-        return self._reduce(
+        return self._reduce_to_arguments(
             is_sharded=bool(self.roots),
             set_by_lightning=_SET_BY_LIGHTNING,
             advice="Pickle the strategy before fabric.setup(), and save the model as a checkpoint.",
@@ -186,7 +186,7 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
         """Nothing to do: sharding places each unit on its device."""
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        follow_in_fabric(dataloader, None if self.backend.sequence is None else self.split_batch)
+        track_in_fabric(dataloader, None if self.backend.sequence is None else self.split_batch)
         return dataloader
 
     # -- steps -----------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
         self._check_loss()
         self.steps.run_backward(tensor, partial(super().backward, tensor, module, *args, **kwargs))
 
-    # So marked, Lightning takes this method for its own. It refuses torch.autograd.grad where a strategy overrides it.
+    # With this mark, Lightning does not take the method for an override: with one, it refuses torch.autograd.grad.
     backward.__wrapped__ = Strategy.backward  # type: ignore[attr-defined]
 
     def backward_context(self) -> AbstractContextManager[None]:
@@ -227,7 +227,7 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
         self._signals.requeue_agreed()
 
     def progress(self) -> str:
-        return f"at step {max(self.steps.counts.values(), default=0)}"
+        return f"at step {max(self.steps.step_counts.values(), default=0)}"
 
     @property
     def accumulating(self) -> Collection[Sharded]:

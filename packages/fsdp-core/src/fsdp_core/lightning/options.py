@@ -75,8 +75,8 @@ def signature_of(cls: type, strategy: type) -> inspect.Signature:
         strategy: The base that all strategies have; what is above it in the MRO is Lightning's.
     """
     own_parameters: dict[str, inspect.Parameter] = {}
-    outermost: list[inspect.Parameter] = []
-    takes_positional = True
+    outermost: list[inspect.Parameter] = []  # of the first class in the MRO that has a constructor
+    takes_positional = True  # whether all constructors pass on *args
     for base in cls.__mro__[: cls.__mro__.index(strategy)]:
         constructor = vars(base).get("__init__")
         if constructor is None or hasattr(constructor, "is_generated"):
@@ -92,8 +92,9 @@ def signature_of(cls: type, strategy: type) -> inspect.Signature:
             return inspect.Signature(list(own_parameters.values()))
     options = [option for option in _options(cls, takes_positional) if option.name not in own_parameters]
     try:
-        by_kind = sorted([*own_parameters.values(), *options], key=lambda parameter: parameter.kind)
-        return inspect.Signature(by_kind)
+        # positional parameters come before those that are given by keyword alone
+        in_order = sorted([*own_parameters.values(), *options], key=lambda parameter: parameter.kind)
+        return inspect.Signature(in_order)
     except ValueError:  # a required parameter after optional ones, which no signature can show
         return inspect.Signature(outermost)
 
@@ -108,12 +109,12 @@ def _options(cls: Any, takes_positional: bool) -> list[inspect.Parameter]:
     except NameError:  # a type that is imported for type checkers alone
         hints = {option.name: option.type for option in fields(options_class)}
     defaults = {option.name: option.default for option in fields(options_class)}
-    by_position = cls.positional if takes_positional else ()
+    positional_names = cls.positional if takes_positional else ()
     names = [*cls.positional, *(name for name in option_names(options_class) if name not in cls.positional)]
     return [
         inspect.Parameter(
             name,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD if name in by_position else inspect.Parameter.KEYWORD_ONLY,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD if name in positional_names else inspect.Parameter.KEYWORD_ONLY,
             default=defaults[name],
             annotation=hints[name],
         )
@@ -133,7 +134,8 @@ def describe_class(cls: type, options_class: type[ShardingOptions], names: Colle
     docstring = vars(cls).get("__doc__")
     texts = {name: text for base in reversed(options_class.__mro__) for name, text in option_docs(base).items()}
     for base in reversed(cls.__mro__):
-        texts.update(read_descriptions(vars(base).get("__doc__")) if hasattr(base, "options_class") else {})
+        if hasattr(base, "options_class"):
+            texts.update(read_descriptions(vars(base).get("__doc__")))
     lines = [f"    {name}: {texts[name]}" for name in names if name in texts]
     if not isinstance(docstring, str) or read_descriptions(docstring) or not lines:
         return docstring

@@ -14,7 +14,7 @@ def replace_function(owner: Any, name: str, wrap: Callable[[Callable[..., Any]],
     function = None if owner is None else vars(owner).get(name)
     if not inspect.isfunction(function) or getattr(function, "_fsdp_core_wrapped_by", None) is wrap:
         return
-    # A module that was imported later may have imported another wrapper of it.
+    # Lightning's module may have imported a function that another wrapper has replaced: what that wraps is wrapped.
     setattr(owner, name, wrap(getattr(function, "_fsdp_core_wraps", function)))
 
 

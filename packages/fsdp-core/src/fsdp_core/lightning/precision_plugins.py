@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.initialization.deferred_init import continue_deferred
 from fsdp_core.lightning.capability_checks import check_precision
+from fsdp_core.lightning.outside_steps.redirection import compute_context
 from fsdp_core.lightning.private import DtypeContext, convert_fp_tensor
 from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.sharding.precision_strings import ShardPrecision
@@ -77,20 +78,6 @@ def shard_dtypes(plugin: Any) -> ShardPrecision:
     return plugin.dtypes if isinstance(plugin, _ShardedPrecision) else ShardPrecision()
 
 
-def compute_context(precision: ShardPrecision, device: str) -> AbstractContextManager[Any]:
-    """A context in which forward passes run.
-
-    Args:
-        precision: The dtypes.
-        device: The type of the device.
-    """
-    if precision.autocast:
-        # without the cache of casts: a cast cached under no_grad() would cut the graph of a later call in the same
-        # step, and a cast cached before a write to a weight would be stale
-        return torch.autocast(device, dtype=precision.compute, cache_enabled=False)
-    return nullcontext() if precision.storage is torch.float32 else DtypeContext(precision.storage)
-
-
 class _ShardedPrecision:
     """What both plugins share: dtypes, casting and the gradient scaler. Comes before Lightning's class in the MRO.
 
@@ -115,9 +102,9 @@ class _ShardedPrecision:
         self._users_scaler = scaler
         self._scaler: torch.amp.GradScaler | None = None
         #: By id, optimizers whose gradients are unscaled, and which have not stepped yet.
-        self._unscaled: dict[int, torch.optim.Optimizer] = {}
+        self._unscaled_optimizers: dict[int, torch.optim.Optimizer] = {}
         #: The ids of optimizers that have stepped since the scale was updated.
-        self._stepped: set[int] = set()
+        self._stepped_ids: set[int] = set()
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -131,21 +118,21 @@ class _ShardedPrecision:
         """Scale the loss that a backward pass begins with."""
         if self.scaler is None:
             return loss
-        for key, optimizer in list(self._unscaled.items()):
+        for key, optimizer in list(self._unscaled_optimizers.items()):
             if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
                 forget_unscaled(self.scaler, optimizer)  # its gradients were discarded, without a step
-                del self._unscaled[key]
+                del self._unscaled_optimizers[key]
         self._update_scale()
         return self.scaler.scale(loss)
 
     def _unscale(self, optimizer: Any) -> None:
         """Unscale gradients, once per step: clipping comes before the step that would unscale them."""
         optimizer = getattr(optimizer, "optimizer", optimizer)
-        if self.scaler is not None and id(optimizer) not in self._unscaled:
-            if id(optimizer) in self._stepped:
+        if self.scaler is not None and id(optimizer) not in self._unscaled_optimizers:
+            if id(optimizer) in self._stepped_ids:
                 self._update_scale()
             self.scaler.unscale_(optimizer)
-            self._unscaled[id(optimizer)] = optimizer
+            self._unscaled_optimizers[id(optimizer)] = optimizer
 
     def _step_scaled(self, optimizer: torch.optim.Optimizer, **kwargs: Any) -> Any:
         """Step unless gradients overflowed. Of several optimizers, none may change the scale of the others' gradients.
@@ -158,16 +145,16 @@ class _ShardedPrecision:
         self._unscale(optimizer)
         with plain_tensors_replicated(optimizer):
             output = self.scaler.step(optimizer, **kwargs)
-        del self._unscaled[id(optimizer)]
-        self._stepped.add(id(optimizer))
+        del self._unscaled_optimizers[id(optimizer)]
+        self._stepped_ids.add(id(optimizer))
         if len(self._strategy.optimizers) < 2:
             self._update_scale()
         return output
 
     def _update_scale(self) -> None:
-        if self._stepped and not self._unscaled and self.scaler is not None:
+        if self._stepped_ids and not self._unscaled_optimizers and self.scaler is not None:
             self.scaler.update()
-            self._stepped.clear()
+            self._stepped_ids.clear()
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast a module that is sharded later to the dtype of shards."""
@@ -273,7 +260,7 @@ class ShardedFabricPrecision(_ShardedPrecision, FabricPrecision):
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         super().backward(self._scale(tensor), model, *args, **kwargs)
 
-    # So marked, Lightning takes this method for its own. It refuses torch.autograd.grad where a plugin overrides it.
+    # With this mark, Lightning does not take the method for an override: with one, it refuses torch.autograd.grad.
     backward.__wrapped__ = FabricPrecision.backward  # type: ignore[attr-defined]
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:

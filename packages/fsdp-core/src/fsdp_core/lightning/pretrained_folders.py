@@ -15,7 +15,7 @@ from torch import nn
 
 from fsdp_core.errors import CheckpointExistsError, CheckpointValueError, ShardingError
 from fsdp_core.huggingface import LoadedFolder, SavedFolder, load_pretrained, save_adapter, save_pretrained
-from fsdp_core.lightning.outside_steps.redirection import normal_tensors
+from fsdp_core.lightning.outside_steps.redirection import outside_inference_mode
 
 __all__ = ["LoadPretrained", "SavePretrained"]
 
@@ -43,8 +43,8 @@ class SavePretrained(pl.Callback):
         dtype: As in :func:`~fsdp_core.huggingface.save_pretrained`.
         max_shard_size: As there.
         also: As there.
-        keep: How many of the folders that this run has written to keep: older ones are removed once a new one is
-            complete. ``None`` for all.
+        keep: How many of this run's folders are kept: older ones are removed once a new one is complete. ``None`` for
+            all.
 
     Attributes:
         written: The paths of the folders that this run has written, and not removed.
@@ -109,7 +109,7 @@ class SavePretrained(pl.Callback):
         self.written = list(state_dict["written"])
         self._step_saved = state_dict.get("step_saved", -1)
 
-    @normal_tensors()
+    @outside_inference_mode()
     def _save(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> SavedFolder | None:
         if trainer.global_step == self._step_saved or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return None
@@ -117,13 +117,13 @@ class SavePretrained(pl.Callback):
         path = os.path.join(self.dirpath, f"step-{trainer.global_step:08d}")
         saved = None
         while saved is None:
-            folder: str = strategy.broadcast(_free_path(path) if trainer.is_global_zero else path)
+            folder: str = strategy.broadcast(_choose_free_path(path) if trainer.is_global_zero else path)
             try:
                 saved = self._save_to(folder, _choose_model(pl_module, self.model))
             except CheckpointExistsError:  # on all ranks
-                has_taken_name = strategy.broadcast(os.path.lexists(folder))  # another job, meanwhile: choose again
-                if not has_taken_name:
-                    raise
+                has_another_job_written = strategy.broadcast(os.path.lexists(folder))
+                if not has_another_job_written:
+                    raise  # else another name is chosen
         self._step_saved = trainer.global_step
         self.written.append(saved.path)
         while self.keep is not None and len(self.written) > self.keep:
@@ -186,11 +186,11 @@ class LoadPretrained(pl.Callback):
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._load(trainer, pl_module)
 
-    @normal_tensors()  # validation runs in inference mode, and what is read here is trained later
+    @outside_inference_mode()  # validation runs in inference mode, and what is read here is trained later
     def _load(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         last_module = _loaded_into.get(self)
-        is_read = last_module is not None and last_module() is pl_module
-        if not is_read and trainer.ckpt_path is None and trainer.global_step == 0:
+        has_loaded = last_module is not None and last_module() is pl_module
+        if not has_loaded and trainer.ckpt_path is None and trainer.global_step == 0:
             self.loaded = load_pretrained(_choose_model(pl_module, self.model), self.folder, **self.options)
             _loaded_into[self] = ref(pl_module)
 
@@ -205,8 +205,8 @@ def _is_step_in(dirpath: str, path: str) -> bool:
     return folder == os.path.abspath(dirpath) and _STEP.fullmatch(name) is not None
 
 
-def _free_path(path: str) -> str:
-    """The path, or one with a number behind it if there is something already, such as of another run. For rank 0."""
+def _choose_free_path(path: str) -> str:
+    """The path itself, or with a number behind it if something is there, such as another run's folder. For rank 0."""
     number = 0
     candidate = path
     while os.path.lexists(candidate):

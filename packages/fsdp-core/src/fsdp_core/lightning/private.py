@@ -67,7 +67,7 @@ __all__ = [
     "note_sigterm",
     "path_to_resume_from",
     "reset_seed",
-    "resume_from",
+    "set_checkpoint_in_use",
     "set_sampler_epoch",
     "take_progress",
     "wrapped_sampler",
@@ -86,9 +86,9 @@ def _dump(dump: Callable[[bool], Any], weights_only: bool | None = None) -> Any:
 
 
 def instead_of_signal_handlers(trainer: Any, register: Callable[[], None]) -> None:
-    """Let a function register signal handlers in place of those that Lightning registers, and restores after the stage.
+    """Let a function register signal handlers instead of Lightning, which does so between a stage's set-up and its run.
 
-    It registers them between the set-up and the run of a stage, and offers no other way to choose them.
+    Lightning restores the earlier handlers after the stage, and offers no public way to choose its own.
     """
     connector = trainer._signal_connector
 
@@ -100,8 +100,8 @@ def instead_of_signal_handlers(trainer: Any, register: Callable[[], None]) -> No
     connector.register_signal_handlers = note_and_register
 
 
-def resume_from(trainer: Any, path: str) -> None:
-    """Set which checkpoint Lightning takes for the one in use, which callbacks do not remove."""
+def set_checkpoint_in_use(trainer: Any, path: str) -> None:
+    """Set the path of the checkpoint that the Trainer has resumed from, which its callbacks then do not remove."""
     trainer._checkpoint_connector._ckpt_path = path
 
 
@@ -152,7 +152,7 @@ def around_predictions(
     for name in ("_predict_step", "on_run_end"):
         vars(loop).pop(name, None)
 
-    def step(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+    def predict_step(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
         if before is not None:
             before(dataloader_idx)
         type(loop)._predict_step(loop, batch, batch_idx, dataloader_idx, dataloader_iter)
@@ -165,7 +165,7 @@ def around_predictions(
         return type(loop).on_run_end(loop)
 
     if before is not None or after is not None:
-        loop._predict_step = step
+        loop._predict_step = predict_step
     if end is not None:
         loop.on_run_end = on_run_end
 

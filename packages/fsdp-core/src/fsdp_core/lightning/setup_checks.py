@@ -19,7 +19,7 @@ __all__ = [
     "check_devices",
     "check_scattered_save",
     "check_state_dict_type",
-    "check_waiting",
+    "check_timeout_and_async_save",
     "hang_duration",
     "reduce_op_name",
     "set_rank_zero",
@@ -41,7 +41,7 @@ def check_devices(
         StrategyUnavailableError: The backend does not run on this accelerator, or torch's is another one.
         UnsupportedCapabilityError: The device does not support the precision.
     """
-    for device in list(devices or ())[:1]:
+    for device in list(devices or ())[:1]:  # all are of one type
         if not covers(backend.accelerators, device.type):
             raise StrategyUnavailableError(
                 f"strategy {strategy!r} can't run on {device.type!r}, but on {' and '.join(backend.accelerators)}.\n"
@@ -72,7 +72,7 @@ def check_state_dict_type(state_dict_type: str) -> None:
         )
 
 
-def check_waiting(timeout: timedelta | None, async_save: bool) -> None:
+def check_timeout_and_async_save(timeout: timedelta | None, async_save: bool) -> None:
     """Refuse a ``timeout`` that is not a positive ``timedelta``, and an ``async_save`` that is not a ``bool``.
 
     Raises:
@@ -92,11 +92,10 @@ def check_waiting(timeout: timedelta | None, async_save: bool) -> None:
         )
 
 
-#: Collectives count nanoseconds, up to 292 years; beyond, gloo waits for ever, at full speed.
-_LONGEST = timedelta(days=3650)
-
-#: Ranks wait for each other in every step, and look ten times in this while whether they still do.
-_SHORTEST = timedelta(seconds=1)
+#: Collectives count nanoseconds, up to 292 years; with a longer timeout, gloo waits for ever, at full speed.
+_LONGEST_HANG = timedelta(days=3650)
+#: Ranks wait for each other in every step, and check ten times per ``hang_timeout`` whether they still do.
+_SHORTEST_HANG = timedelta(seconds=1)
 
 
 def hang_duration(value: object) -> timedelta | None:
@@ -106,7 +105,8 @@ def hang_duration(value: object) -> timedelta | None:
         value: A duration, or a number of seconds; ``None`` to watch nothing.
 
     Raises:
-        UnsupportedCapabilityError: It is neither, or below one second, or longer than torch's collectives can wait.
+        UnsupportedCapabilityError: The value is neither, or below one second, or longer than torch's collectives can
+            wait.
 
     Example:
         >>> hang_duration(90)
@@ -119,13 +119,14 @@ def hang_duration(value: object) -> timedelta | None:
         duration = timedelta(seconds=value) if is_number else value  # type: ignore[arg-type]
     except (OverflowError, ValueError):  # infinite, or not a number
         duration = None
-    what = "not a duration"
+    fault = "not a duration"
     if isinstance(duration, timedelta) and duration > timedelta():
-        if _SHORTEST <= duration <= _LONGEST:
+        if _SHORTEST_HANG <= duration <= _LONGEST_HANG:
             return duration
-        what = "longer than ranks can wait" if duration > _LONGEST else "less than a second: ranks wait in every step"
+        is_too_long = duration > _LONGEST_HANG
+        fault = "longer than ranks can wait" if is_too_long else "less than a second: ranks wait in every step"
     raise UnsupportedCapabilityError(
-        f"hang_timeout={value!r} is {what}.\n"
+        f"hang_timeout={value!r} is {fault}.\n"
         "Write a number of seconds, a datetime.timedelta such as timedelta(minutes=30), or None to let ranks wait."
     )
 

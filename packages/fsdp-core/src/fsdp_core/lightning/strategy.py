@@ -13,7 +13,7 @@ from fsdp_core.initialization.sharded_init import check_same_parts
 from fsdp_core.lightning.capability_checks import check_materialization
 from fsdp_core.lightning.constructing import define_constructor
 from fsdp_core.lightning.features.sharded_optimizers import ShardedOptimizers
-from fsdp_core.lightning.outside_steps.redirection import normal_tensors
+from fsdp_core.lightning.outside_steps.redirection import outside_inference_mode
 from fsdp_core.lightning.outside_steps.sharded_modules import announce_shards, guard_module
 from fsdp_core.lightning.strategy_saving import SavingStrategy
 from fsdp_core.sharding.agreement.same_model import check_same, facts_of_options, facts_of_packages
@@ -25,7 +25,7 @@ __all__ = ["ShardedStrategy"]
 
 
 class ShardedStrategy(SavingStrategy):
-    """The half of a strategy that is the same under Trainer and Fabric. Comes before Lightning's class.
+    """A base of every strategy's class, the same under Trainer and Fabric. Comes before Lightning's class in the MRO.
 
     A package's strategy names its options and its backend, once for both front ends, and inherits the rest::
 
@@ -91,7 +91,7 @@ class ShardedStrategy(SavingStrategy):
         plan = self.backend.plan(module) if reused is None else None
         self._compare_between_ranks(module, plan)
         check_materialization(self.strategy_name, module)
-        with normal_tensors():
+        with outside_inference_mode():
             sharded = self.backend.shard(module, plan)
         if reused is None:
             sharded.strategy_name = self.strategy_name
@@ -144,16 +144,14 @@ class ShardedStrategy(SavingStrategy):
 
     @contextmanager
     def _no_sync(self, sharded: Sharded) -> Iterator[None]:
-        """The root's ``no_sync``, exited as if nothing was raised in it.
-
-        Some libraries' contexts have no ``finally``: after an exception, they would leave every gradient ``None``.
-        """
+        """The root's ``no_sync``, which is left in the same way whether or not something was raised in it."""
         sharded.backend = self.backend  # another strategy may have used the module in between
         context = sharded.no_sync()
         context.__enter__()
         try:
             yield
         finally:
+            # not with the exception: contexts of libraries that have no `finally` would leave every gradient None
             context.__exit__(None, None, None)
 
     def split_batch(self, batch: Any) -> Any:

@@ -33,7 +33,7 @@ _TORCHS_TIMEOUT = timedelta(minutes=30)
 
 
 class StrategyRanks(ConstructedStrategy):
-    """The half of a strategy that starts, numbers and connects ranks. Comes before Lightning's class.
+    """A base of every strategy's class: starts, numbers and connects ranks. Comes before Lightning's class in the MRO.
 
     Attributes:
         backend: How modules are sharded.
@@ -126,7 +126,8 @@ class StrategyRanks(ConstructedStrategy):
         environment = self.cluster_environment
         assert environment is not None
         forks = is_interactive() and self.num_processes > 1 and not environment.creates_processes_externally
-        precision = None if forks else self.shard_precision  # forked ranks check it: asking would initialise the device
+        # forked ranks check the precision themselves: asking a device here would initialise it before the fork
+        precision = None if forks else self.shard_precision
         check_devices(self.strategy_name, self.backend, self.parallel_devices, precision)
         if self._worker is not None:
             self._worker.check_devices(self.parallel_devices or ())
@@ -161,7 +162,7 @@ class StrategyRanks(ConstructedStrategy):
         if self.num_nodes > 1:
             check_same_packages(self.runtime, versions_of(type(self), type(self.backend), type(self.runtime)))
         if self._worker is not None:
-            self.num_nodes = self._worker.nodes(self.runtime, self.num_nodes)
+            self.num_nodes = self._worker.count_nodes(self.runtime, self.num_nodes)
         self.runtime.mesh = mesh
         self.backend.bind(self.runtime, self.shard_precision)
         if self.hang_timeout is not None and self.world_size > 1 and isinstance(self.runtime, ProcessGroupRuntime):
@@ -179,7 +180,7 @@ class StrategyRanks(ConstructedStrategy):
         """How long a collective waits: longer than it takes to find out which rank hangs, which says more."""
         if self.timeout is not None or self.hang_timeout is None:
             return self.timeout
-        if not isinstance(self.runtime, ProcessGroupRuntime):  # it names missing ranks itself, in time
+        if not isinstance(self.runtime, ProcessGroupRuntime):  # another runtime's collectives name missing ranks
             return self.hang_timeout
         return max(_TORCHS_TIMEOUT, self.hang_timeout) + timedelta(minutes=1)
 

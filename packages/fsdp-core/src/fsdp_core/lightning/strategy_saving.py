@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 from lightning.fabric.plugins import CheckpointIO
 
 from fsdp_core.checkpoint.async_save import AsyncSaves
-from fsdp_core.checkpoint.storage.joined import shown_paths
+from fsdp_core.checkpoint.storage.joined_folder import shown_paths
 from fsdp_core.errors import CheckpointError, ShardingError, UnsupportedCapabilityError
 from fsdp_core.lightning.capability_checks import check_checkpoint
 from fsdp_core.lightning.checkpoints.sharded_or_full import SaveTarget
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class SavingStrategy(StrategyRanks):
-    """The half of a strategy that saves. Comes before Lightning's class.
+    """A base of every strategy's class: saves. Comes before Lightning's class in the MRO.
 
     Attributes:
         state_dict_type: ``"sharded"`` for a folder, ``"full"`` for one file.
@@ -50,7 +50,7 @@ class SavingStrategy(StrategyRanks):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """What writes full files. One that the user has given also reads and removes them."""
+        """Writes full files; the user's own ``CheckpointIO`` also reads and removes them."""
         adapter: Any = super()  # Lightning's class, which comes after this one
         io: CheckpointIO = adapter.checkpoint_io
         return io
@@ -121,29 +121,29 @@ class SavingStrategy(StrategyRanks):
             return SaveTarget(own_path, scattered=True)
         if self._worker is not None:
             folder, name = os.path.split(own_path)
-            folder_of_first, name_of_first = os.path.split(self.runtime.broadcast_object(own_path, 0))
-            other_folders, other_names = self.runtime.total([folder != folder_of_first, name != name_of_first])
+            first_folder, first_name = os.path.split(self.runtime.broadcast_object(own_path, src=0))
+            other_folders, other_names = self.runtime.total([folder != first_folder, name != first_name])
             if other_folders and not other_names:
                 if self.state_dict_type == "sharded":
                     return SaveTarget(own_path, scattered=True, is_reported=True)
-                return SaveTarget(os.path.join(folder_of_first, name))  # one file, which rank 0 reports
+                return SaveTarget(os.path.join(first_folder, name))  # one file, which rank 0 reports
         return SaveTarget(self.agree_on_path(own_path, "save to"))
 
     def agree_on_path(self, paths: _Path, action: str) -> _Path:
         """Return the path, or paths, that rank 0 was given, and warn if this rank's differ. All ranks must call it."""
-        first: _Path = self.runtime.broadcast_object(paths, 0)
-        if _absolute(first) != _absolute(paths):
-            scattered = " scattered_save=True lets each rank save at its own." if action == "save to" else ""
+        first: _Path = self.runtime.broadcast_object(paths, src=0)
+        if _make_absolute(first) != _make_absolute(paths):
+            alternative = " scattered_save=True lets each rank save at its own." if action == "save to" else ""
             warnings.warn(
                 f"{self.strategy_name}: rank {self.runtime.rank} was told to {action} {shown_paths(paths)}, and rank 0 "
                 f"to {action} {shown_paths(first)}: all ranks take part in one checkpoint, at rank 0's path.\n"
                 "Give all ranks the same path: leave what differs between them, such as the rank or a metric that was "
-                f"logged without sync_dist=True, out of its name.{scattered}",
+                f"logged without sync_dist=True, out of its name.{alternative}",
                 stacklevel=2,
             )
         return first
 
 
-def _absolute(paths: str | list[str]) -> list[str]:
+def _make_absolute(paths: str | list[str]) -> list[str]:
     listed = [paths] if isinstance(paths, str) else paths
     return [path if "://" in path else os.path.abspath(path) for path in listed]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from fsdp_core import checkpoint as checkpoints
 from fsdp_core.checkpoint.collective import run_on_all
-from fsdp_core.checkpoint.storage.joined import Paths, paths_of, shown_paths
+from fsdp_core.checkpoint.storage.joined_folder import Paths, normalize_paths, shown_paths
 from fsdp_core.checkpoint.storage.recognition import holds_ours
 from fsdp_core.errors import CheckpointMismatchError, MissingKeyError
 from fsdp_core.lightning.checkpoints.deferred_copies import choose_deferred
@@ -24,20 +24,23 @@ from fsdp_core.lightning.checkpoints.full.layout import number_parameters
 from fsdp_core.lightning.checkpoints.local_shards import refuse_local_shards
 from fsdp_core.lightning.checkpoints.patched_io import checkpoint_at
 from fsdp_core.lightning.checkpoints.sharded_or_full import (
+    OpenedCheckpoint,
     SaveTarget,
     io_for,
-    own_exceptions,
     read_checkpoint,
+    unwrap_exceptions_of,
     users_io,
     write_file,
     write_folder,
 )
-from fsdp_core.lightning.features.exact_resume import KEY
-from fsdp_core.lightning.outside_steps.exporting import gather_state, refuse_values_of_parts
-from fsdp_core.lightning.outside_steps.redirection import normal_tensors
-from fsdp_core.lightning.private import resume_from
+from fsdp_core.lightning.features.exact_resume import EXACT_RESUME_KEY
+from fsdp_core.lightning.outside_steps.exporting import allow_unreduced_reads, gather_state, refuse_unreduced_reads
+from fsdp_core.lightning.outside_steps.redirection import outside_inference_mode
+from fsdp_core.lightning.private import set_checkpoint_in_use
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
     from fsdp_core.lightning.trainer_strategy import ShardedTrainerStrategy
 
 __all__ = ["TrainerCheckpoints"]
@@ -54,103 +57,124 @@ class TrainerCheckpoints:
 
     def __init__(self, strategy: ShardedTrainerStrategy) -> None:
         self._strategy = strategy
-        #: What the optimizers of the next fit are to be restored from, once they are made.
-        self._optimizer_states: Sequence[Mapping[str, Any]] | None = None
+        #: The optimizer states of a checkpoint that was loaded before the fit has made its optimizers.
+        self._pending_optimizer_states: Sequence[Mapping[str, Any]] | None = None
         self._are_optimizers_set_up = False
+
+    @property
+    def _trainer(self) -> pl.Trainer:
+        assert self._strategy.lightning_module is not None
+        return self._strategy.lightning_module.trainer
 
     # -- the module ------------------------------------------------------------------------------------------------
 
-    @normal_tensors()
+    @outside_inference_mode()
     def module_state(self) -> dict[str, Any]:
-        """The module's state, of the kind that checkpoints hold. All ranks must call it."""
+        """The module's state, full or sharded as the strategy's checkpoints are. All ranks must call it."""
         strategy = self._strategy
         sharded = strategy.sharded
         strategy.check_saving([sharded])
-        saves = strategy.features.saves.writer
-        if saves is not None:
-            saves.finish_copying()  # of the last save: on_save_checkpoint() of this one may write to shards
+        async_saves = strategy.features.saves.writer
+        if async_saves is not None:
+            # on_save_checkpoint() of the save that begins may write to shards, which the last save may still copy
+            async_saves.finish_copying()
         if strategy.state_dict_type == "full":
             with strategy.step_methods.gradient_guard.paused():
                 return gather_state(sharded)
-        # hooks can't compute with values of shards, until the checkpoint is saved or a step begins
-        refuse_values_of_parts(True)
+        # until save() or the next step allows it again: hooks would take a norm of this rank's shards for the model's
+        refuse_unreduced_reads()
         with strategy.step_methods.gradient_guard.paused():
             return sharded.model_state()
 
-    @normal_tensors()
+    @outside_inference_mode()
     def load_module(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Restore the module. If a fit resumes, the whole checkpoint is compared before anything is changed."""
         strategy = self._strategy
-        assert strategy.lightning_module is not None
-        if strategy.lightning_module.trainer.state.fn == TrainerFn.FITTING and "optimizer_states" in checkpoint:
+        is_resuming = self._trainer.state.fn == TrainerFn.FITTING and "optimizer_states" in checkpoint
+        if is_resuming:
             description = "comparing the checkpoint with the model"
             run_on_all(strategy.runtime, description, lambda: self._compare(checkpoint, strict))
-        elif strict and (cast_tensors := self._other_dtypes(checkpoint["state_dict"])):
-            name, saved, own_dtype = cast_tensors[0]
+        elif strict and (casts := self._find_casts(checkpoint["state_dict"])):
+            name, (saved_dtype, own_dtype) = next(iter(casts.items()))
             rank_zero_warn(
-                f"{strategy.strategy_name}: {len(cast_tensors)} tensors of the checkpoint are cast as they are loaded, "
-                f"such as {name!r} from {saved} to {own_dtype}, because the run that saved it had another precision "
-                f"than {strategy.precision_plugin.precision!r}.",
+                f"{strategy.strategy_name}: {len(casts)} tensors of the checkpoint are cast as they are loaded, "
+                f"such as {name!r} from {saved_dtype} to {own_dtype}, because the run that saved it had another "
+                f"precision than {strategy.precision_plugin.precision!r}.",
                 stacklevel=2,
             )
-            strict = False  # for dtypes; _other_dtypes() has found the names to be the same
+            strict = False  # so that dtypes may differ; _find_casts() has found no difference in names
         with strategy.step_methods.gradient_guard.paused():
             strategy.sharded.load_model_state(checkpoint["state_dict"], strict)
 
-    def _other_dtypes(self, saved: Mapping[str, Any]) -> list[tuple[str, torch.dtype, torch.dtype]]:
-        """The tensors that a load would cast: each one's name, its dtype in the checkpoint, and the module's dtype.
+    def _find_casts(self, saved_state: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, torch.dtype]]:
+        """The tensors that a load would cast: by name, the dtype in the checkpoint and the module's own.
 
         Empty if names differ or a dtype is not floating-point: then the load itself raises.
         """
-        live = self._strategy.sharded.model_state()
-        if live.keys() != saved.keys():
-            return []
-        different: list[tuple[str, torch.dtype, torch.dtype]] = []
-        for name, tensor in live.items():
-            saved_dtype = getattr(saved[name], "dtype", tensor.dtype)  # extra state has none
-            if saved_dtype == tensor.dtype:
+        own_state = self._strategy.sharded.model_state()
+        if own_state.keys() != saved_state.keys():
+            return {}
+        casts: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+        for name, own_tensor in own_state.items():
+            saved_dtype = getattr(saved_state[name], "dtype", own_tensor.dtype)  # extra state has none
+            if saved_dtype == own_tensor.dtype:
                 continue
-            if not (saved_dtype.is_floating_point and tensor.dtype.is_floating_point):
-                return []
-            different.append((name, saved_dtype, tensor.dtype))
-        return different
+            if not (saved_dtype.is_floating_point and own_tensor.dtype.is_floating_point):
+                return {}
+            casts[name] = saved_dtype, own_tensor.dtype
+        return casts
 
     def _compare(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Refuse a checkpoint that does not fit the model or an optimizer, before either is changed."""
-        self._strategy.sharded.load_model_state(checkpoint["state_dict"], strict, check_only=True)
-        self._load_optimizers(checkpoint["optimizer_states"], check_only=True)
+        sharded = self._strategy.sharded
+        sharded.load_model_state(checkpoint["state_dict"], strict, check_only=True)
+        late_groups = self._strategy.features.late_param_groups
+        for optimizer, present_state, late_state in self._divide_states(checkpoint["optimizer_states"]):
+            sharded.load_optimizer_state(optimizer, present_state, check_only=True)
+            late_groups.check(optimizer, sharded, late_state)
 
     # -- optimizers ------------------------------------------------------------------------------------------------
 
     def before_optimizers(self) -> None:
-        """Let what is loaded from now on wait for the optimizers, which a fit is about to make."""
+        """A fit is about to make its optimizers: what is loaded from now on is kept until they are there."""
         self._are_optimizers_set_up = False
 
     def after_optimizers(self) -> None:
-        """Restore the optimizers of a fit from what was loaded before they were there."""
-        if self._optimizer_states is not None:
-            self._load_optimizers(self._optimizer_states, check_only=False)
+        """A fit has made its optimizers: restore them, if a checkpoint was loaded before."""
+        if self._pending_optimizer_states is not None:
+            self._restore_optimizers(self._pending_optimizer_states)
         self._are_optimizers_set_up = True
-        self._optimizer_states = None
+        self._pending_optimizer_states = None
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the optimizers; or, before a fit has set them up, do so as soon as it has."""
+        """Restore the optimizers; before a fit has made them, keep their states for :meth:`after_optimizers`."""
         strategy = self._strategy
         if not self._are_optimizers_set_up:
-            self._optimizer_states = checkpoint["optimizer_states"]
+            self._pending_optimizer_states = checkpoint["optimizer_states"]
             return
         with strategy.step_methods.gradient_guard.paused():
-            self._load_optimizers(checkpoint["optimizer_states"], check_only=False)
-        assert strategy.lightning_module is not None
-        strategy.features.exact_resume.load_state(checkpoint.get(KEY), strategy.lightning_module.trainer)
+            self._restore_optimizers(checkpoint["optimizer_states"])
+        strategy.features.exact_resume.load_state(checkpoint.get(EXACT_RESUME_KEY), self._trainer)
 
-    def _load_optimizers(self, states: Sequence[Mapping[str, Any]], *, check_only: bool) -> None:
-        """Restore the optimizers, or only check whether they can be.
+    def _restore_optimizers(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Restore the optimizers. Param groups that an optimizer does not hold yet are restored when they are added."""
+        strategy = self._strategy
+        late_groups = strategy.features.late_param_groups
+        for optimizer, present_state, late_state in self._divide_states(states):
+            strategy.sharded.load_optimizer_state(optimizer, present_state)
+            late_groups.expect(optimizer, late_state, strategy.param_groups_added)
+        late_groups.unfreeze(strategy.optimizers, strategy.sharded, self._trainer)
 
-        Param groups that an optimizer does not hold yet are restored when they are added.
+    def _divide_states(
+        self, states: Sequence[Mapping[str, Any]]
+    ) -> Iterator[tuple[Optimizer, Mapping[str, Any], Mapping[str, Any]]]:
+        """Pair optimizers with their saved states, each divided by whether the optimizer holds the param groups yet.
+
+        Yields:
+            An optimizer, the state of the groups that it holds, and the state of those that may be added later.
 
         Raises:
-            CheckpointMismatchError: The number of optimizers differs, or a state does not fit its optimizer.
+            CheckpointMismatchError: There are more saved states than optimizers, or fewer.
         """
         strategy = self._strategy
         if len(states) != len(strategy.optimizers):
@@ -158,29 +182,21 @@ class TrainerCheckpoints:
                 f"the checkpoint holds the state of {len(states)} optimizers, but configure_optimizers returned "
                 f"{len(strategy.optimizers)}.\nReturn the optimizers that it was saved with."
             )
-        sharded = strategy.sharded
-        late_groups = strategy.features.late_param_groups
-        layout = sharded.layout()
-        param_names = [
+        layout = strategy.sharded.layout()
+        names_by_optimizer = [
             {part.name for group in optimizer.param_groups for p in group["params"] for part in layout.get(p, ())}
             for optimizer in strategy.optimizers
         ]
         for index, (optimizer, state) in enumerate(zip(strategy.optimizers, states, strict=True)):
-            names_of_others = set().union(*param_names[:index], *param_names[index + 1 :])
-            present, late = late_groups.divide(optimizer, sharded, state, names_of_others)
-            sharded.load_optimizer_state(optimizer, present, check_only=check_only)
-            if check_only:
-                late_groups.check(optimizer, sharded, late)
-            else:
-                late_groups.expect(optimizer, late, strategy.param_groups_added)
-        if not check_only:
-            assert strategy.lightning_module is not None
-            late_groups.unfreeze(strategy.optimizers, sharded, strategy.lightning_module.trainer)
+            names_of_others = set().union(*names_by_optimizer[:index], *names_by_optimizer[index + 1 :])
+            late_groups = strategy.features.late_param_groups
+            yield optimizer, *late_groups.divide(optimizer, strategy.sharded, state, names_of_others)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """An optimizer's state, of the kind that checkpoints hold."""
+        """An optimizer's state, full or sharded as the strategy's checkpoints are."""
+        users_optimizer = getattr(optimizer, "_optimizer", optimizer)  # in Lightning's wrapper
         with self._strategy.step_methods.gradient_guard.paused():
-            return self._strategy.sharded.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
+            return self._strategy.sharded.optimizer_state(users_optimizer)
 
     # -- whole checkpoints -----------------------------------------------------------------------------------------
 
@@ -193,7 +209,7 @@ class TrainerCheckpoints:
             storage_options: For the ``CheckpointIO`` that writes full checkpoints.
         """
         strategy = self._strategy
-        refuse_values_of_parts(False)
+        allow_unreduced_reads()  # which module_state() has refused for the hooks before this call
         strategy.check_saving(filter(None, [strategy.sharded_or_none]))
         if "optimizer_states" in checkpoint:
             strategy.features.late_param_groups.check_saving()
@@ -205,40 +221,63 @@ class TrainerCheckpoints:
             strategy.wait_for_saves()
 
     def _write(self, target: SaveTarget, checkpoint: dict[str, Any], storage_options: Any) -> None:
+        """Divide Lightning's dict into model, optimizers and plain data, and write these in the strategy's form."""
         strategy = self._strategy
         resume = strategy.features.exact_resume
-        writer = strategy.features.saves.writer
-        assert strategy.lightning_module is not None
-        sharded = strategy.sharded
-        plain = resume.add_positions(checkpoint, strategy.lightning_module.trainer)
-        model, optimizers = plain.pop("state_dict"), plain.pop("optimizer_states", None)
-        refuse_local_shards(plain, [sharded], strategy.optimizers, strategy.runtime, _ALREADY_SAVED)
-        if optimizers is not None:
-            plain[KEY] = resume.state(sharded)
-        if strategy.state_dict_type == "full":
-            full_state = gather_full({"state_dict": model, **plain}, strategy.backend)
-            if optimizers is not None:
-                full_optimizers = [gather_full(state, strategy.backend) for state in optimizers]
-                full_state["optimizer_states"] = [number_parameters(state) for state in full_optimizers]
-            write_file(strategy, target.path, full_state, [checkpoint, plain], storage_options, writer)
+        plain_data = resume.add_positions(checkpoint, self._trainer)
+        model_state = plain_data.pop("state_dict")
+        optimizer_states = plain_data.pop("optimizer_states", None)  # which a checkpoint of weights alone lacks
+        refuse_local_shards(plain_data, [strategy.sharded], strategy.optimizers, strategy.runtime, _ALREADY_SAVED)
+        if optimizer_states is not None:
+            plain_data[EXACT_RESUME_KEY] = resume.state(strategy.sharded)
+        if strategy.state_dict_type == "sharded":
+            self._write_folder(target, model_state, optimizer_states, plain_data, storage_options)
             return
-        tied = sharded.aliases()
-        state = {"model": model, "trainer": plain}
-        kinds = {"model": "model"}
-        if optimizers is not None:
-            state = {"model": model, "optimizer": optimizers, "trainer": plain}
-            kinds |= {f"optimizer/{index}": "optimizer" for index in range(len(optimizers))}
+        full_state = gather_full({"state_dict": model_state, **plain_data}, strategy.backend)
+        if optimizer_states is not None:
+            full_optimizers = [gather_full(state, strategy.backend) for state in optimizer_states]
+            full_state["optimizer_states"] = [number_parameters(state) for state in full_optimizers]
+        write_file(
+            strategy,
+            target.path,
+            full_state,
+            gathered_from=(checkpoint, plain_data),
+            storage_options=storage_options,
+            async_saves=strategy.features.saves.writer,
+        )
+
+    def _write_folder(
+        self,
+        target: SaveTarget,
+        model_state: Mapping[str, Any],
+        optimizer_states: Sequence[Mapping[str, Any]] | None,
+        plain_data: Mapping[str, Any],
+        storage_options: Any,
+    ) -> None:
+        strategy = self._strategy
+        state: dict[str, Any] = {"model": model_state, "trainer": plain_data}
+        kinds = {"model": "model"}  # by path in the state
+        if optimizer_states is not None:
+            state = {"model": model_state, "optimizer": optimizer_states, "trainer": plain_data}
+            kinds |= {f"optimizer/{index}": "optimizer" for index in range(len(optimizer_states))}
         deferred = None
-        if writer is not None and not strategy.step_methods.is_first:
-            deferred = choose_deferred(strategy.lightning_module.trainer, sharded, strategy.optimizers)
+        async_saves = strategy.features.saves.writer
+        # before the first step, hooks of the fit's beginning may still write to shards
+        if async_saves is not None and not strategy.step_methods.is_before_first_step:
+            deferred = choose_deferred(self._trainer, strategy.sharded, strategy.optimizers)
+        aliases = {
+            f"model/{alias}": f"model/{name}"
+            for alias, name in strategy.sharded.aliases().items()
+            if alias in model_state and name in model_state  # a hook may have removed names
+        }
         write_folder(
             strategy,
             target,
             state,
-            storage_options,
-            writer,
+            storage_options=storage_options,
+            async_saves=async_saves,
             kinds=kinds,
-            aliases={f"model/{a}": f"model/{b}" for a, b in tied.items() if a in model and b in model},
+            aliases=aliases,
             deferred=deferred,
         )
 
@@ -252,27 +291,11 @@ class TrainerCheckpoints:
         """
         strategy = self._strategy
         strategy.wait_for_saves()
-        path = strategy.agree_on_path(paths_of(checkpoint_at(path_or_paths)), "load")
-        saved, sharded = read_checkpoint(strategy, path, weights_only)
-        needed_keys = ("model", "trainer") if sharded else ("state_dict",)
-        missing = [key for key in needed_keys if key not in saved]
-        if missing:
-            displayed_path = shown_paths(path)
-            raise MissingKeyError(
-                f"{displayed_path} was not saved by a Trainer: it holds {', '.join(map(repr, saved))}, "
-                f"and no {missing[0]!r}.\n"
-                "Load it with fabric.load(), if Fabric saved it; `fsdp checkpoint consolidate "
-                f"{displayed_path} FILE --to lightning` converts its folder to a file that a Trainer opens."
-            )
-        if sharded:
-            plain = saved["trainer"]
-            optimizers = {"optimizer_states": saved["optimizer"]} if "optimizer" in saved else {}
-            saved = {"state_dict": saved["model"], **optimizers, **plain}
-        assert strategy.lightning_module is not None
-        trainer = strategy.lightning_module.trainer
-        saved = strategy.features.exact_resume.own_positions(saved, trainer)
+        path = strategy.agree_on_path(normalize_paths(checkpoint_at(path_or_paths)), "load")
+        saved = _as_lightnings_dict(read_checkpoint(strategy, path, weights_only), path)
+        saved = strategy.features.exact_resume.own_positions(saved, self._trainer)
         if not isinstance(path_or_paths, str | os.PathLike):  # Lightning does the following for a single path alone
-            resume_from(trainer, path if isinstance(path, str) else path[0])
+            set_checkpoint_in_use(self._trainer, path if isinstance(path, str) else path[0])
             saved, _ = migrate_checkpoint(saved)
         return saved
 
@@ -280,13 +303,36 @@ class TrainerCheckpoints:
         """Remove a checkpoint, after all pending saves. All ranks must call it."""
         strategy = self._strategy
 
-        def remove() -> None:
+        def remove_what_rank_sees() -> None:
             io = io_for(strategy, path)
             if io is not None:
                 io.remove_checkpoint(path)
-            # of a scattered save, first of each host's ranks; then whoever still sees it
+            # run_in_order() calls one rank of each host first; another has something to remove only if its disk differs
             elif strategy.local_rank == 0 or not strategy.scattered_save or holds_ours(path):
                 checkpoints.remove(path)
 
-        with own_exceptions(users_io(strategy)):
-            strategy.features.saves.run_in_order(f"removing {path}", remove, {path: False})
+        with unwrap_exceptions_of(users_io(strategy)):
+            strategy.features.saves.run_in_order(f"removing {path}", remove_what_rank_sees, will_exist={path: False})
+
+
+def _as_lightnings_dict(opened: OpenedCheckpoint, path: Paths) -> dict[str, Any]:
+    """What a checkpoint holds, under the keys that Lightning restores from.
+
+    Raises:
+        MissingKeyError: A Trainer has not saved it.
+    """
+    saved: dict[str, Any] = opened.state
+    needed_keys = ("model", "trainer") if opened.is_folder else ("state_dict",)
+    missing = [key for key in needed_keys if key not in saved]
+    if missing:
+        displayed_path = shown_paths(path)
+        raise MissingKeyError(
+            f"{displayed_path} was not saved by a Trainer: it holds {', '.join(map(repr, saved))}, "
+            f"and no {missing[0]!r}.\n"
+            "Load it with fabric.load(), if Fabric saved it; `fsdp checkpoint consolidate "
+            f"{displayed_path} FILE --to lightning` converts its folder to a file that a Trainer opens."
+        )
+    if not opened.is_folder:
+        return saved
+    optimizers = {"optimizer_states": saved["optimizer"]} if "optimizer" in saved else {}
+    return {"state_dict": saved["model"], **optimizers, **saved["trainer"]}

@@ -64,7 +64,7 @@ class TrainerHooks(ShardedStrategy, ParallelStrategy):
         return self._eval_step("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.features.even_batches.remember(*args)
+        self.features.even_batches.record_arguments(*args)
         return self._eval_step("predict_step", *args, **kwargs)
 
     def _eval_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -77,7 +77,7 @@ class TrainerHooks(ShardedStrategy, ParallelStrategy):
         self.features.even_batches.check("test")
 
     def on_predict_start(self) -> None:
-        self.features.even_batches.follow_prediction()
+        self.features.even_batches.begin_prediction()
 
     def on_validation_end(self) -> None:
         self.step_methods.compare_writes("validation_step()")

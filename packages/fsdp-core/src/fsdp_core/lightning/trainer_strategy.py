@@ -79,7 +79,7 @@ class ShardedTrainerStrategy(TrainerHooks):
         self.step_methods = StepMethods(self)
         self.checkpoints = TrainerCheckpoints(self)
         self._trainer: pl.Trainer | None = None
-        #: The checkpoint that this rank has chosen to go on from.
+        #: The path of the checkpoint that Lightning resumes from on this rank; set by :mod:`.checkpoints.patched_io`.
         self.resumes_from: str | None = None
         super().__init__(
             accelerator=self.options.accelerator,
@@ -98,7 +98,7 @@ class ShardedTrainerStrategy(TrainerHooks):
         Raises:
             ShardingError: A module is sharded already.
         """
-        return self._reduce(
+        return self._reduce_to_arguments(
             is_sharded=self.sharded_or_none is not None,
             set_by_lightning=_SET_BY_LIGHTNING,
             advice="Pickle the Trainer before the first fit(), and save the model as a checkpoint.",
@@ -109,7 +109,7 @@ class ShardedTrainerStrategy(TrainerHooks):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = super().__deepcopy__(memo)
-        copied.optimizers = copied.optimizers  # Lightning's wrappers of them are made anew
+        copied.optimizers = copied.optimizers  # by this setter, Lightning wraps the copied optimizers anew
         return copied
 
     # -- where we run ----------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class ShardedTrainerStrategy(TrainerHooks):
             self._reset_optimizers_and_schedulers()
             with sharded.unsharded_view():
                 self.setup_optimizers(trainer)
-                # check here: a parameter that was added to the module in this context may be gone after it
+                # checked in this context: a parameter that is added to the module here may be gone after it
                 refuse_late(sharded.module, sharded.plan.names, self.optimizers, self.creation_hint)
             self.sharded_optimizers.take(self.optimizers, [sharded])
             self.checkpoints.after_optimizers()
@@ -291,7 +291,7 @@ class ShardedTrainerStrategy(TrainerHooks):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         if self.lightning_module is not None and trainer is not None:
-            self.step_methods.leave_module(self.lightning_module)
+            self.step_methods.clean_up_module(self.lightning_module)
         sharded = self.sharded_or_none
         if sharded is not None:
             sharded.reshard()

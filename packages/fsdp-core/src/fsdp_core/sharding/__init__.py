@@ -17,7 +17,7 @@ from fsdp_core.gradients.step_gradients import (
 )
 from fsdp_core.gradients.step_writes import ComparedShards, GatheredShard, StepWrites
 from fsdp_core.initialization.materialize import materialize, note_initialisers, place
-from fsdp_core.initialization.sharded_init import KeptPart, is_part, kept_as_built, let_go_of
+from fsdp_core.initialization.sharded_init import KeptPart, detach_part, is_part, kept_as_built
 from fsdp_core.initialization.wrap import marked, options_of, wrap
 from fsdp_core.mesh import DATA_AXES, GRADIENT_AXES, MESH_AXES, Mesh, MeshAxis
 from fsdp_core.sharding.backend import Backend
@@ -102,6 +102,7 @@ __all__ = [
     "count_piece_writes",
     "current_split",
     "describe_policy",
+    "detach_part",
     "forget_writes",
     "guard_parameters",
     "in_backward",
@@ -111,7 +112,6 @@ __all__ = [
     "is_recomputing",
     "is_sharded_dtensor",
     "kept_as_built",
-    "let_go_of",
     "local_tensor",
     "marked",
     "materialize",

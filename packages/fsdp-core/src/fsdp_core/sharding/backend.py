@@ -29,7 +29,7 @@ from fsdp_core.sharding.precision_strings import ShardPrecision
 from fsdp_core.sharding.refusals.replaced_parameters import mark_replaced
 from fsdp_core.sharding.refusals.unshardable_modules import check_shardable
 from fsdp_core.sharding.sequence import SequenceSplit, use_split
-from fsdp_core.sharding.sharded import Sharded, keep, sharded_of
+from fsdp_core.sharding.sharded import Sharded, attach_sharded, sharded_of
 from fsdp_core.sharding.units.wrap_policy import select_recomputed
 from fsdp_core.state.fqn import named_parameters
 from fsdp_core.state.full_tensor import gather_full
@@ -162,11 +162,11 @@ class Backend(ABC):
         config = sharding_config_of(self)
         if sharded_of(module) is not None:
             name = type(module).__name__
-            why = ShardingError(
+            refusal = ShardingError(
                 f"{name} is sharded already, so there is nothing to plan.\n"
                 "Read fsdp_core.sharding.sharded_of(module).plan; or call shard(module), which reuses it."
             )
-            return ShardingPlan(class_name=name, config=config, refusal=why)
+            return ShardingPlan(class_name=name, config=config, refusal=refusal)
         return plan_module(
             module,
             config,
@@ -267,15 +267,15 @@ class Backend(ABC):
         user_modules = WeakValueDictionary(module.named_modules())
         sharded = self.shard_module(module, plan)
         sharded.plan, sharded.user_modules = plan, user_modules
-        alive: list[tuple[str, nn.Parameter]] = []
+        live_parameters: list[tuple[str, nn.Parameter]] = []
         for name, reference in former_parameters:
             former_parameter = reference()
             if former_parameter is not None:
-                alive.append((name, former_parameter))
-        sharded.remember(alive)
+                live_parameters.append((name, former_parameter))
+        sharded.record_parameter_names(live_parameters)
         sharded_ids = {id(parameter) for parameter in (*sharded.layout(), *sharded.module.parameters())}
-        mark_replaced((name, parameter) for name, parameter in alive if id(parameter) not in sharded_ids)
-        keep(sharded)
+        mark_replaced((name, parameter) for name, parameter in live_parameters if id(parameter) not in sharded_ids)
+        attach_sharded(sharded)
         return sharded
 
     def _prepare_on_all(self, module: nn.Module, plan: ShardingPlan) -> ShardingPlan:
@@ -287,8 +287,11 @@ class Backend(ABC):
         except Exception as error:
             log.error("rank %d can't prepare %s", self.runtime.rank, plan.class_name, exc_info=error)
             prepared = replace(plan, refusal=error)
-        # others may wait for this rank in a collective of prepare(): they learn of its error as it ends
-        if not all_arrive(self.runtime, has_failed=prepared.refusal is not None) and prepared.refusal is not None:
+        has_failed = prepared.refusal is not None
+        have_all_arrived = all_arrive(self.runtime, has_failed=has_failed)
+        if prepared.refusal is not None and not have_all_arrived:
+            # others wait for this rank in a collective of prepare(), and would not come to the comparison: they learn
+            # of the error as this rank ends
             raise prepared.refusal
         check_same(self.runtime, plan.class_name, prepared.describe())
         if prepared.refusal is not None:

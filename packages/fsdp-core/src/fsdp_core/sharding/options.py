@@ -23,6 +23,8 @@ __all__ = [
 
 
 class _Traits(NamedTuple):
+    """What is known of an option besides its default; the attributes are the arguments of :func:`option`."""
+
     part_of: Literal["units"] | None = None
     describe: Callable[[Any], object] | None = None
     argument: str | None = None

@@ -198,7 +198,7 @@ class UnitModules:
         return {parameter for owner in self.own for parameter in owner.parameters(recurse=False)}
 
     def replicated(self) -> set[nn.Parameter]:
-        """Those of which every rank keeps all."""
+        """The parameters of these modules of which every rank keeps all."""
         named = ((owner, name) for owner, names in self.replicated_names.items() for name in names)
         return {getattr(owner, name) for owner, name in named}
 

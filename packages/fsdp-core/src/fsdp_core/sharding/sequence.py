@@ -45,8 +45,8 @@ class SequenceSplit:
     Attributes:
         ranks: The context-parallel peers of this rank.
         lengths: The lengths that parts have had, in elements along the sequence dimension.
-        targets: By the number of elements in a part of an integer entry, such as labels, the number of elements without
-            one position of each sequence: as many are left where a loss shifts labels within the part.
+        targets: By the number of elements in a part of an integer entry, such as labels, how many would be left if a
+            loss shifted labels within the part: one fewer for each sequence.
     """
 
     def __init__(self, runtime: Runtime, dims: Mapping[str, int] | None = None) -> None:
@@ -95,10 +95,10 @@ class SequenceSplit:
         for name, dim in dims.items():
             self._check_divides(name, entries[name], dim)
 
-        def part_of_entry(name: str, tensor: Tensor) -> Tensor:
-            return self._part(name, tensor, dims[name]) if name in dims else tensor
+        def take_part_of_entry(name: str, tensor: Tensor) -> Tensor:
+            return self._take_part(name, tensor, dims[name]) if name in dims else tensor
 
-        return _replace_tensors(batch, part_of_entry)
+        return _replace_tensors(batch, take_part_of_entry)
 
     def _choose_dims(self, entries: dict[str, Tensor]) -> dict[str, int]:
         """The sequence dimension of each entry to split."""
@@ -136,7 +136,8 @@ class SequenceSplit:
                 f"labels of {IGNORED}; or choose another size."
             )
 
-    def _part(self, name: str, tensor: Tensor, dim: int) -> Tensor:
+    def _take_part(self, name: str, tensor: Tensor, dim: int) -> Tensor:
+        """Cut this rank's part out of an entry, and record its length and its labels."""
         length = tensor.shape[dim] // self.size
         part = tensor.narrow(dim, self.rank * length, length).contiguous()
         setattr(part, _IS_PART, True)
@@ -319,7 +320,7 @@ def token_mean(total: Tensor, count: Tensor | float) -> Tensor:
 
 
 def _entries(batch: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a batch by name: keys, indices and fields, joined by dots."""
+    """The tensors of a batch, each with its name: keys, indices and fields, joined by dots."""
     if isinstance(batch, Tensor):
         yield name, batch
     for key, value in _items(batch):
@@ -356,7 +357,7 @@ def _replace_tensors(batch: Any, part: Callable[[str, Tensor], Tensor], name: st
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     copied = copy.copy(batch)
     for (field, _), value in zip(items, values, strict=True):
-        object.__setattr__(copied, field, value)  # it may be frozen
+        object.__setattr__(copied, field, value)  # setattr() of a frozen dataclass raises
     return copied
 
 

@@ -58,7 +58,7 @@ class Sharded(ABC):
 
     A backend must implement :meth:`no_sync`. The other methods work for libraries that shard in place, expose
     parameters as DTensors and whose ``state_dict()`` shares memory with the module. For other representations, override
-    :meth:`unsharded_view`, :meth:`layout` and :meth:`holds_part`. Where modules expose shards as plain tensors, the
+    :meth:`unsharded_view`, :meth:`layout` and :meth:`is_shard`. Where modules expose shards as plain tensors, the
     adapters make their ``state_dict()`` raise; code that reads the shards on purpose calls
     ``type(module).state_dict(module)``. Hooks on modules must be functions that call :func:`sharded_of`, not methods,
     because a deep copy of the module has the hooks too.
@@ -99,8 +99,9 @@ class Sharded(ABC):
             ShardingError: The copy would hold this rank's shards as if they were whole, or a strategy or Fabric's
                 wrapper is copied.
         """
-        is_with_module = any(id(module) in memo for module in self._modules())
-        if self.root not in gathered_modules and (self._is_in_pieces() or not is_with_module):
+        # without its module, it is copied as an attribute of a strategy, or of Fabric's wrapper
+        is_copied_with_module = any(id(module) in memo for module in self._modules())
+        if self.root not in gathered_modules and (self._is_in_pieces() or not is_copied_with_module):
             raise copy_refusal(self.plan.class_name, self.strategy_name)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -125,12 +126,12 @@ class Sharded(ABC):
 
     @property
     def runtime(self) -> Runtime:
-        """The ranks that it is sharded over."""
+        """The ranks that the module is sharded over."""
         return self.backend.runtime
 
     @property
     def precision(self) -> ShardPrecision:
-        """The dtypes of its shards."""
+        """The dtypes of the shards."""
         return self.backend.precision
 
     # -- what it is made of ----------------------------------------------------------------------------------------
@@ -161,15 +162,16 @@ class Sharded(ABC):
         """
         return whole_parts(named_parameters(self.root))
 
-    def holds_part(self, parameter: Tensor) -> bool:
+    def is_shard(self, parameter: Tensor) -> bool:
         """Whether ranks hold different parts of a parameter that an optimizer holds; true for sharded DTensors."""
         return is_sharded_dtensor(parameter)
 
-    def shows_piece(self, parameter: Tensor) -> bool:
-        """Whether a parameter in a module is this rank's piece, as a plain tensor, and its library only assigns to it.
+    def is_guarded_shard(self, parameter: Tensor) -> bool:
+        """Whether users are to be kept from computing with a parameter in a module as if it were the full one.
 
-        Adapters then refuse what users compute of it that is not elementwise, in a training step, in hooks between
-        two steps, and after a fit.
+        True where the parameter is this rank's shard as a plain tensor, and its library only assigns to it. Adapters
+        then refuse what users compute with it that is not elementwise, in a training step, in hooks between two steps,
+        and after a fit.
         """
         return False
 
@@ -182,7 +184,7 @@ class Sharded(ABC):
         with self.unsharded_view():
             return aliases(self.module)
 
-    def remember(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def record_parameter_names(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Record the names of parameters that represent shards: optimizers that hold one are rebound to its shard.
 
         The module's parameters from before sharding are recorded already. :meth:`unsharded_view` must record the
@@ -195,7 +197,7 @@ class Sharded(ABC):
             self._stands_for[parameter] = name
 
     def name_of(self, parameter: nn.Parameter) -> str | None:
-        """The name of a parameter that was passed to :meth:`remember`; ``None`` for others."""
+        """The name of a parameter that was passed to :meth:`record_parameter_names`; ``None`` for others."""
         name: str | None = self._stands_for.get(parameter)
         return name
 
@@ -297,8 +299,9 @@ class Sharded(ABC):
     #: Whether the root was called in a backward pass that may still run.
     is_called_in_backward: bool = False
 
-    #: Whether parameters were freed that the graph of :attr:`keeps_graph` holds: it can't be differentiated any more.
-    has_freed_graph: bool = False
+    #: Whether parameters were freed that the graph of :attr:`keeps_graph` holds: the graph can't be differentiated any
+    #: more.
+    has_freed_parameters_of_graph: bool = False
 
     def leaves(self) -> Iterable[Tensor]:
         """The tensors to which autograd adds gradients. The default is for libraries where these are parameters."""
@@ -416,7 +419,7 @@ class Sharded(ABC):
             parameters,
             max_norm,
             runtime=self.runtime,
-            is_sharded=self.holds_part,
+            is_sharded=self.is_shard,
             norm_type=norm_type,
             error_if_nonfinite=error_if_nonfinite,
         )
@@ -442,28 +445,29 @@ class Sharded(ABC):
         Raises:
             CheckpointMismatchError: They don't match. The module is unchanged.
         """
-        live = self.model_state()
-        resized = self.resized_as_they_load(live, state)
-        live = {name: value for name, value in live.items() if name not in resized}
+        own_state = self.model_state()
+        resized = self.resized_as_they_load(own_state, state)
+        own_state = {name: value for name, value in own_state.items() if name not in resized}
         tensors = {name: value for name, value in _tensors(state).items() if name not in resized}
-        fill_all(_tensors(live), tensors, strict=strict, cast=not strict, check_only=check_only)
+        fill_all(_tensors(own_state), tensors, strict=strict, cast=not strict, check_only=check_only)
         if check_only:
             return
-        # a file is read into memory, which torch does not count: a graph that has saved it would not raise
+        # torch does not count that a file is read into the parameters' memory; a graph that has saved them is to raise
         filled = [p for p, parts in self.layout().items() if any(part.name in state for part in parts)]
         increment_version([parameter for parameter in filled if not parameter.is_inference()])
         module = self.module
         with self.unsharded_view():
-            # for other entries, such as extra state, state_dict() returns copies, which only the module can load
+            # other entries than these, such as extra state, were not filled: state_dict() returns copies of them, which
+            # only the module can load
             parameters = module.named_parameters(remove_duplicate=False)
             buffers = module.named_buffers(remove_duplicate=False)
             loaded_names = {clean_name(name) for name, _ in chain(parameters, buffers)} - resized.keys()
             raw_names = {clean_name(name): name for name in type(module).state_dict(module)}
-            extra_names = (live.keys() | resized.keys()) - loaded_names
+            extra_names = (own_state.keys() | resized.keys()) - loaded_names
             extra = {raw_names[name]: _read(value) for name, value in state.items() if name in extra_names}
             if extra:
                 self.let_modules_load(module, extra, resized)
-        self.adopt_model_state(live)
+        self.adopt_model_state(own_state)
 
     def let_modules_load(self, module: nn.Module, values: Mapping[str, Any], resized: Mapping[str, Any]) -> None:
         """Let modules load entries of a state dict in their own ways.
@@ -487,10 +491,10 @@ class Sharded(ABC):
             ) from error
 
     def resized_as_they_load(self, live: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-        """Saved buffers of another shape than the module's, where their modules load them in a way of their own.
+        """Saved buffers of another shape than the module's, whose modules may resize them as they load.
 
-        That may resize them, as observers of quantization-aware training do, and vocabularies that grow. Such modules
-        load the whole saved value.
+        A module that loads its state in a way of its own may do so, as observers of quantization-aware training do, and
+        vocabularies that grow. Such modules load the whole saved value.
         """
         resized = {
             name: value
@@ -602,7 +606,7 @@ def sharded_around(module: nn.Module) -> tuple[Sharded, str] | None:
     return sharded, f"{name}." if name else ""
 
 
-def keep(sharded: Sharded) -> None:
+def attach_sharded(sharded: Sharded) -> None:
     """Attach a :class:`Sharded` to its root and to the user's module."""
     with _roots_lock:
         _all_roots.add(sharded)

@@ -92,23 +92,23 @@ def describe_shard(part: Part, parameter: Tensor, value: Any) -> Any:
     run = _find_run(part, parameter) if is_quantised(local_state) else None
     if run is None:
         return value
-    (start, length, replica) = run
     block_size = int(local_state.block_size)
     total = prod(part.shape)
-    if start % block_size or length % block_size or total % block_size:
+    if run.start % block_size or run.length % block_size or total % block_size:
         return value
-    elements_per_byte = length // local_state.codes.numel()
-    sizes = {"codes": (local_state.codes, elements_per_byte), "scale": (local_state.scale, block_size)}
-    tensors = {
-        name: ChunkedTensor(
-            shape=(total // size,),
-            dtype=data.dtype,
-            chunks=(Chunk(offsets=(start // size,), data=data.detach().reshape(-1)),),
-            replica=replica,
-        )
-        for name, (data, size) in sizes.items()
+
+    def describe(data: Tensor, elements_per_item: int) -> ChunkedTensor:
+        """Describe a flat tensor of which each item stands for several elements of the parameter."""
+        chunk = Chunk(offsets=(run.start // elements_per_item,), data=data.detach().reshape(-1))
+        shape = (total // elements_per_item,)
+        return ChunkedTensor(shape=shape, dtype=data.dtype, chunks=(chunk,), replica=run.replica)
+
+    elements_per_byte = run.length // local_state.codes.numel()
+    return {
+        **_describe_blocks(local_state, part.shape),
+        "codes": describe(local_state.codes, elements_per_byte),
+        "scale": describe(local_state.scale, block_size),
     }
-    return {**_describe_blocks(local_state, part.shape), **tensors}
 
 
 def _describe_blocks(value: Any, shape: tuple[int, ...]) -> dict[str, Any]:
@@ -140,6 +140,8 @@ def check_blocks(
     Raises:
         CheckpointValueError: Blocks on some rank are not those of one process, or a rank has plain values.
     """
+    # By parameter name and key: how the quantised state is described, with shapes and dtypes for tensors; "plain" or
+    # "in other blocks" for state that isn't described; None for state without elements on this rank.
     own_descriptions: dict[tuple[str, str], Any] = {}
     for name, values in state.items():
         for key, value in values.items():
@@ -194,8 +196,9 @@ def check_fits_shard(
     block_size = int(saved["block_size"])
     state_class = "plain tensors"
     if quantises(optimizer):
-        maker: Any = optimizer
-        state_class = type(maker._subclass_zeros(torch.zeros(block_size), bool(saved["signed"]), block_size)).__name__
+        torchao_optimizer: Any = optimizer
+        one_block = torchao_optimizer._subclass_zeros(torch.zeros(block_size), bool(saved["signed"]), block_size)
+        state_class = type(one_block).__name__
     if state_class != saved[_CLASS_KEY]:
         raise CheckpointMismatchError(
             f"{key!r} of {part.name!r} was saved by an optimizer of torchao's, in {saved[_CLASS_KEY]}, and "
@@ -227,14 +230,14 @@ def restore_shard(
         parameter: What the optimizer holds of it.
         saved: What :func:`describe_shard` returned, with tensors that are full or saved.
     """
-    maker: Any = optimizer
+    torchao_optimizer: Any = optimizer
     run = _find_run(part, parameter)
     block_size = int(saved["block_size"])
     assert run is not None
     local_state = local_tensor(parameter).detach()
     blocks: Any = torch.zeros_like(local_state)
     if run.length:
-        blocks = maker._subclass_zeros(local_state, bool(saved["signed"]), block_size)
+        blocks = torchao_optimizer._subclass_zeros(local_state, bool(saved["signed"]), block_size)
         elements_per_byte = run.length // blocks.codes.numel()
         for name, data, size in (("codes", blocks.codes, elements_per_byte), ("scale", blocks.scale, block_size)):
             full = saved[name]

@@ -135,7 +135,7 @@ def describe_gradients(gradients: HeldGradients, runtime: Runtime) -> dict[str, 
 
     Returns:
         ``{"own": {rank: {name: tensor}}, "reduced": {name: tensor}}``, sharing memory with the gradients; ``None`` if
-        no rank holds any.
+        no rank holds any. ``rank`` counts the ranks that average gradients, and is a string, as all keys in a manifest.
     """
     own_specs = {name: (tuple(grad.shape), grad.dtype) for name, grad in gradients.own.items()}
     specs_by_rank = runtime.gather_objects(own_specs)
@@ -148,7 +148,10 @@ def describe_gradients(gradients: HeldGradients, runtime: Runtime) -> dict[str, 
         "own": {
             str(index): {
                 name: _as_chunked(
-                    gradients.own[name] if index == own_coordinate else None, shape, dtype, runtime.rank == peers[0]
+                    gradients.own[name] if index == own_coordinate else None,
+                    shape=shape,
+                    dtype=dtype,
+                    saves_for_peers=runtime.rank == peers[0],
                 )
                 for name, (shape, dtype) in specs_by_rank[rank].items()
             }
@@ -158,19 +161,21 @@ def describe_gradients(gradients: HeldGradients, runtime: Runtime) -> dict[str, 
     }
 
 
-def _as_chunked(grad: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, is_first: bool) -> ChunkedTensor:
+def _as_chunked(
+    grad: Tensor | None, *, shape: tuple[int, ...], dtype: torch.dtype, saves_for_peers: bool
+) -> ChunkedTensor:
     """Describe a gradient of one data-parallel rank: its chunks on that rank and its tensor-parallel peers.
 
     Args:
         grad: The gradient, if this is such a rank; otherwise ``None``.
         shape: Its shape.
         dtype: Its dtype.
-        is_first: Whether this is the first of the tensor-parallel peers, which saves what all of them hold.
+        saves_for_peers: Whether this is the first of the tensor-parallel peers, which saves what all of them hold.
     """
     chunks: tuple[Chunk, ...] = ()
     if isinstance(grad, DTensor):
-        chunks = chunked(grad).chunks if is_first or is_sharded_dtensor(grad) else ()
-    elif grad is not None and is_first and 0 not in shape:
+        chunks = chunked(grad).chunks if saves_for_peers or is_sharded_dtensor(grad) else ()
+    elif grad is not None and saves_for_peers and 0 not in shape:
         chunks = (Chunk(offsets=(0,) * len(shape), data=grad.detach()),)
     return ChunkedTensor(shape=shape, dtype=dtype, chunks=chunks)
 

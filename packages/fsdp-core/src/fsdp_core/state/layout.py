@@ -77,7 +77,7 @@ class Part:
         return self.range is not None and not self.range.length
 
     @property
-    def is_first(self) -> bool:
+    def holds_first_element(self) -> bool:
         """Whether this rank holds the parameter's first element, and so describes its per-parameter state."""
         return self.range is None or (self.range.length > 0 and self.range.start == 0 and self.range.replica == 0)
 

@@ -29,7 +29,7 @@ from fsdp_core.state.block_quantised import (
 from fsdp_core.state.chunks import Chunk, ChunkedTensor, chunked
 from fsdp_core.state.filling import fill
 from fsdp_core.state.layout import Layout, Part, separation_hint
-from fsdp_core.state.owned import owned_groups, owned_state, owners_of
+from fsdp_core.state.owned import Owners, owned_groups, owned_state, owners_of
 from fsdp_core.state.saved_tensor import SavedTensor
 
 __all__ = ["load_optimizer_state", "optimizer_state", "state_by_name", "stateful_optimizer"]
@@ -136,15 +136,33 @@ def load_optimizer_state(
         },
         "param_groups": [_read_settings(group) for group in saved["param_groups"]],
     }
+    settings_by_group = _find_saved_settings(optimizer, layout, saved["param_groups"])
+    owners = owners_of(optimizer)
+    _check_state(optimizer, layout, saved["state"], is_owned=owners is not None)
+    if check_only:
+        return
+    for group, settings in zip(optimizer.param_groups, settings_by_group, strict=True):
+        group.update(settings)
+    optimizer.state.clear()
+    if owners is not None:
+        _restore_owned_state(optimizer, layout, owners, saved["state"])
+    else:
+        _restore_sharded_state(optimizer, layout, saved["state"], restore or _restore_value)
+
+
+def _find_saved_settings(
+    optimizer: torch.optim.Optimizer, layout: Layout, saved_groups: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the saved settings of each of the optimizer's param groups; refuse groups of other parameters."""
     parameter_names = {name for group in optimizer.param_groups for name in _parameter_names(layout, group["params"])}
-    unknown_names = [name for group in saved["param_groups"] for name in group["params"] if name not in parameter_names]
+    unknown_names = [name for group in saved_groups for name in group["params"] if name not in parameter_names]
     if unknown_names:
         raise CheckpointMismatchError(
             f"the checkpoint's optimizer also holds {_list_some(unknown_names)}, and this {type(optimizer).__name__} "
             "doesn't.\n"
             "Build the optimizer over the parameters that it was saved with, or load only the weights."
         )
-    saved_group_by_name = {name: group for group in saved["param_groups"] for name in group["params"]}
+    saved_group_by_name = {name: group for group in saved_groups for name in group["params"]}
     settings_by_group: list[dict[str, Any]] = []
     for index, group in enumerate(optimizer.param_groups):
         names = _parameter_names(layout, group["params"])
@@ -164,42 +182,48 @@ def load_optimizer_state(
                 "Build the optimizer with the param groups that it was saved with."
             )
         settings_by_group.append(saved_settings[0] if saved_settings else {})
-    _refuse_split_groups(optimizer, layout, saved["param_groups"])
-    owners = owners_of(optimizer)
-    _check_state(optimizer, layout, saved["state"], is_owned=owners is not None)
-    if check_only:
-        return
-    for group, settings in zip(optimizer.param_groups, settings_by_group, strict=True):
-        group.update(settings)
-    optimizer.state.clear()
-    restore = restore or _restore_value
-    if owners is not None:
-        for group in optimizer.param_groups:
-            for parameter in filter(owners.is_own, group["params"]):
-                (part,) = _parts_of(layout, parameter)
-                values = saved["state"].get(part.name)
-                if values:
-                    # An owner keeps full state, so it is restored as that of an unsharded parameter.
-                    unsharded = nn.Parameter(local_tensor(parameter).detach(), False)
-                    full_part = Part(name=part.name, shape=part.shape)
-                    optimizer.state[parameter] = {
-                        key: _restore_value(unsharded, (full_part,), group, key, [value])
-                        for key, value in values.items()
-                    }
-        return
+    _refuse_split_groups(optimizer, layout, saved_groups)
+    return settings_by_group
+
+
+def _restore_owned_state(
+    optimizer: torch.optim.Optimizer, layout: Layout, owners: Owners, saved_state: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Restore the full state of the parameters that this rank owns."""
+    for group in optimizer.param_groups:
+        for parameter in filter(owners.is_own, group["params"]):
+            (part,) = _parts_of(layout, parameter)
+            values = saved_state.get(part.name)
+            if values:
+                # An owner keeps full state, so it is restored as that of an unsharded parameter.
+                unsharded = nn.Parameter(local_tensor(parameter).detach(), requires_grad=False)
+                full_part = Part(name=part.name, shape=part.shape)
+                optimizer.state[parameter] = {
+                    key: _restore_value(unsharded, (full_part,), group, key, [value]) for key, value in values.items()
+                }
+
+
+def _restore_sharded_state(
+    optimizer: torch.optim.Optimizer,
+    layout: Layout,
+    saved_state: Mapping[str, Mapping[str, Any]],
+    restore: RestoreValue,
+) -> None:
+    """Restore the state of this rank's shards."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parts = [part for part in _parts_of(layout, parameter) if not part.is_empty]
-            values = saved["state"].get(parts[0].name) if parts else None
-            if values:
-                state: dict[str, Any] = {}
-                for key, value in values.items():
-                    if is_saved_quantised(value):
-                        state[key] = restore_shard(optimizer, parts[0], parameter, value)
-                    else:
-                        values_of_parts = [saved["state"][part.name][key] for part in parts]
-                        state[key] = restore(parameter, parts, group, key, values_of_parts)
-                optimizer.state[parameter] = state
+            values = saved_state.get(parts[0].name) if parts else None
+            if not values:
+                continue
+            state: dict[str, Any] = {}
+            for key, value in values.items():
+                if is_saved_quantised(value):
+                    state[key] = restore_shard(optimizer, parts[0], parameter, value)
+                else:
+                    values_of_parts = [saved_state[part.name][key] for part in parts]
+                    state[key] = restore(parameter, parts, group, key, values_of_parts)
+            optimizer.state[parameter] = state
 
 
 _USE_SAVED_GROUPS = (
@@ -250,7 +274,7 @@ def _describe_value(part: Part, parameter: Tensor, value: Any) -> Any:
         return part.of(value)
     # One value per parameter, such as a step count: the rank with the first element saves it.
     chunk = Chunk(offsets=(0,) * value.ndim, data=value.detach())
-    replica = 0 if part.is_first else 1
+    replica = 0 if part.holds_first_element else 1
     return ChunkedTensor(shape=tuple(value.shape), dtype=value.dtype, chunks=(chunk,), replica=replica)
 
 
@@ -264,28 +288,32 @@ def _map_members(value: Any, convert: Callable[[Any], Any]) -> Any:
 
 def _complete_state(state: NamedState, parts: Mapping[str, Part], runtime: Runtime) -> NamedState:
     """Add state that only other ranks hold, so that all ranks have the same names and keys. All ranks must call it."""
-    own = {name: {key: _ValueSpec.of(value) for key, value in values.items()} for name, values in state.items()}
+    own_specs = {name: {key: _ValueSpec.of(value) for key, value in values.items()} for name, values in state.items()}
+    own_first_elements = {name for name in own_specs if parts[name].holds_first_element}
     specs: dict[str, dict[str, _ValueSpec]] = {}
-    specs_by_rank = runtime.gather_objects_to((own, {name for name in own if parts[name].is_first}))
+    gathered = runtime.gather_objects_to((own_specs, own_first_elements)) or ()  # on rank 0 only
     # Plain values may differ between ranks: those of the rank with a parameter's first element are taken.
-    for specs_of_rank, names_with_first_element in specs_by_rank or ():
+    for specs_of_rank, names_with_first_element in gathered:
         specs.update((name, specs_of_rank[name]) for name in names_with_first_element if name not in specs)
-    for specs_of_rank, _ in specs_by_rank or ():
+    for specs_of_rank, _ in gathered:
         for name, specs_by_key in specs_of_rank.items():
             specs.setdefault(name, specs_by_key)
     specs = runtime.broadcast_object(specs)
     order = {name: index for index, name in enumerate(parts)}
     return {
-        name: {key: state.get(name, {}).get(key, spec.absent()) for key, spec in specs[name].items()}
+        name: {key: state.get(name, {}).get(key, spec.without_chunks()) for key, spec in specs[name].items()}
         for name in sorted(specs, key=order.__getitem__)
     }
 
 
 @dataclass(frozen=True)
 class _ValueSpec:
-    """The shape and dtype, or the plain value, of an optimizer's state, for a rank that does not hold it.
+    """What a rank tells the others about a value of an optimizer's state, which they may not hold.
 
-    The members of a plain dict, list or tuple are specs themselves.
+    Attributes:
+        shape: The shape of a tensor; ``None`` for a plain value.
+        dtype: The dtype of a tensor; ``None`` for a plain value.
+        plain: A plain value; a dict, a list or a tuple with specs as members.
     """
 
     shape: tuple[int, ...] | None
@@ -296,18 +324,20 @@ class _ValueSpec:
     def of(cls, value: Any) -> _ValueSpec:
         if isinstance(value, ChunkedTensor | Tensor):
             return _tensor_spec(tuple(value.shape), value.dtype)
-        return cls(None, None, _map_members(value, cls.of) if type(value) in (dict, list, tuple) else value)
+        is_nest = type(value) in (dict, list, tuple)
+        return cls(shape=None, dtype=None, plain=_map_members(value, cls.of) if is_nest else value)
 
-    def absent(self) -> Any:
+    def without_chunks(self) -> Any:
+        """Describe the value for a rank that lacks it: tensors as copy 1 without chunks, plain values as they are."""
         if self.shape is None or self.dtype is None:
             is_nest = type(self.plain) in (dict, list, tuple)
-            return _map_members(self.plain, lambda member: member.absent()) if is_nest else self.plain
+            return _map_members(self.plain, lambda member: member.without_chunks()) if is_nest else self.plain
         return ChunkedTensor(shape=self.shape, dtype=self.dtype, chunks=(), replica=1)
 
 
 @lru_cache(maxsize=1024)  # pickle writes an object once, however often it occurs
 def _tensor_spec(shape: tuple[int, ...], dtype: torch.dtype) -> _ValueSpec:
-    return _ValueSpec(shape, dtype, None)
+    return _ValueSpec(shape=shape, dtype=dtype, plain=None)
 
 
 def _parts_of(layout: Layout, parameter: Tensor) -> tuple[Part, ...]:

@@ -113,11 +113,13 @@ def _describe_shapes(value: Any) -> Any:
 
 
 def _describe_value(value: Any, description: Any) -> Any:
+    """Return a description with chunks for shapes; ``value`` is the state that it describes, ``None`` off the owner."""
     if isinstance(description, _TensorSpec):
-        data = value.detach() if isinstance(value, Tensor) else None
-        has_elements = data is not None and 0 not in description.shape
-        chunks = (Chunk(offsets=(0,) * len(description.shape), data=data),) if has_elements and data is not None else ()
-        return ChunkedTensor(shape=description.shape, dtype=description.dtype, chunks=chunks, replica=int(data is None))
+        (shape, dtype) = (description.shape, description.dtype)
+        if not isinstance(value, Tensor):  # not the owner: copy 1, because copy 0 is what is written
+            return ChunkedTensor(shape=shape, dtype=dtype, chunks=(), replica=1)
+        chunks = () if 0 in shape else (Chunk(offsets=(0,) * len(shape), data=value.detach()),)
+        return ChunkedTensor(shape=shape, dtype=dtype, chunks=chunks)
     if isinstance(description, dict):
         return {
             key: _describe_value(None if value is None else value[key], member) for key, member in description.items()

@@ -15,7 +15,15 @@ from typing import Any
 
 from fsdp_core.watch.locations import Location
 from fsdp_core.watch.messages import Connection, listen
-from fsdp_core.watch.verdicts import Member, Report, Verdict, hang, lost, slow, verdict_of_error
+from fsdp_core.watch.verdicts import (
+    Member,
+    Report,
+    Verdict,
+    describe_slow_wait,
+    verdict_of_error,
+    verdict_of_hang,
+    verdict_of_loss,
+)
 
 __all__ = ["Hub"]
 
@@ -182,9 +190,9 @@ class Hub:
             return
         progress = self._progress()
         if self._gone and progress:  # otherwise nothing trains any more
-            self._announce(lost(self._gone, progress, host_is_silent=self._is_host_silent))
+            self._announce(verdict_of_loss(self._gone, progress, host_is_silent=self._is_host_silent))
         elif self._waited_seconds is not None and self._may_go_on:
-            line = slow(list(self._all.values()), self._reports, self._waited_seconds)
+            line = describe_slow_wait(list(self._all.values()), self._reports, self._waited_seconds)
             self._waited_seconds = None
             self._may_go_on = False
             self._slow_report_at = time.monotonic()
@@ -192,7 +200,7 @@ class Hub:
                 with suppress(OSError):
                     os.write(2, f"fsdp-core: {line}\n".encode(errors="backslashreplace"))
         elif self._waited_seconds is not None:
-            self._announce(hang(list(self._all.values()), self._reports, self._ended, self._waited_seconds))
+            self._announce(verdict_of_hang(list(self._all.values()), self._reports, self._ended, self._waited_seconds))
 
     def _announce(self, verdict: Verdict) -> None:
         self._verdict = verdict

@@ -12,12 +12,12 @@ __all__ = [
     "Member",
     "Report",
     "Verdict",
+    "describe_slow_wait",
     "describe_unanswered",
-    "hang",
-    "lost",
     "name_ranks",
-    "slow",
     "verdict_of_error",
+    "verdict_of_hang",
+    "verdict_of_loss",
 ]
 
 #: How many times ``hang_timeout`` ranks wait for what one rank does alone, such as a download in ``prepare_data()``.
@@ -92,7 +92,7 @@ def name_ranks(members: Collection[Member]) -> str:
     return ", ".join(member.described() for member in sorted(members, key=lambda member: member.rank))
 
 
-def lost(members: Collection[Member], progress: str, *, host_is_silent: bool = False) -> Verdict:
+def verdict_of_loss(members: Collection[Member], progress: str, *, host_is_silent: bool = False) -> Verdict:
     """Ranks whose processes have ended without a word, or whose host does not answer.
 
     Args:
@@ -136,7 +136,7 @@ def verdict_of_error(member: Member, error: str, progress: str, advice: str = ""
     )
 
 
-def hang(
+def verdict_of_hang(
     members: Collection[Member],
     reports: Mapping[int, Report],
     ended: Collection[int],
@@ -203,7 +203,7 @@ def hang(
     )
 
 
-def slow(members: Collection[Member], reports: Mapping[int, Report], waited: float) -> str:
+def describe_slow_wait(members: Collection[Member], reports: Mapping[int, Report], waited: float) -> str:
     """What is written while ranks go on waiting for what another one does alone.
 
     Args:

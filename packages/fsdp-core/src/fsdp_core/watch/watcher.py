@@ -30,7 +30,7 @@ from fsdp_core.torch_private.process_groups import is_default_group
 from fsdp_core.watch.hub import Hub
 from fsdp_core.watch.locations import StandStill, location_of, stacks
 from fsdp_core.watch.messages import Connection, connect
-from fsdp_core.watch.verdicts import PATIENCE, Member, Report, Verdict, describe_unanswered, lost
+from fsdp_core.watch.verdicts import PATIENCE, Member, Report, Verdict, describe_unanswered, verdict_of_loss
 
 __all__ = ["explain", "explain_uncaught", "watch"]
 
@@ -82,6 +82,7 @@ class Watcher:
         connection: Connection,
         member: Member,
         first: Member,
+        *,
         hang_timeout: float,
         progress: Callable[[], str],
         hub: Hub | None,
@@ -96,7 +97,7 @@ class Watcher:
         self._hub = hub
         self._selector = selectors.DefaultSelector()  # select() takes no file numbers above 1,023
         self._selector.register(connection, selectors.EVENT_READ)
-        self._training = threading.get_ident()
+        self._training_thread = threading.get_ident()
         #: The ranks whose script has ended, as rank 0 knows them once it has answered "who?".
         self._ended: list[Member] = []
         self._answered = threading.Event()
@@ -125,7 +126,7 @@ class Watcher:
             self._watch()
 
     def _watch(self) -> None:
-        standing = StandStill(self._training)
+        standing = StandStill(self._training_thread)
         while not self._has_left:
             interval = min(max(self.hang_timeout / 10, _MIN_INTERVAL), _MAX_INTERVAL)
             if self._end_at is not None:
@@ -152,7 +153,7 @@ class Watcher:
         if self._slow_report_at is not None and now - self._slow_report_at > _UNANSWERED:
             self._slow_report_at = None
             if self._member.rank == 1:
-                waited = f"{self.hang_timeout:g} s for {location_of(self._training).awaited}"
+                waited = f"{self.hang_timeout:g} s for {location_of(self._training_thread).awaited}"
                 _write(f"fsdp-core: {describe_unanswered(self._member, self._first, waited, may_go_on=True)}\n")
         if self._has_reported_slow and seconds < PATIENCE * self.hang_timeout:
             return
@@ -181,7 +182,7 @@ class Watcher:
             self._is_alone = True
             if not self._has_left and self.verdict is None:
                 cut_off = isinstance(error, ConnectionAbortedError)
-                verdict = lost([self._first], self.progress(), host_is_silent=cut_off)
+                verdict = verdict_of_loss([self._first], self.progress(), host_is_silent=cut_off)
                 self._accept_verdict(verdict, writes=self._member.rank == 1)
 
     def _handle_message(self, message: dict[str, Any]) -> None:
@@ -203,11 +204,11 @@ class Watcher:
             self._answered.set()
 
     def _report(self, waited: float) -> Report:
-        return Report(progress=self.progress(), location=location_of(self._training, waited=waited))
+        return Report(progress=self.progress(), location=location_of(self._training_thread, waited=waited))
 
     def _judge_rank_0(self) -> Verdict:
         """The verdict of this rank on rank 0, which does not answer."""
-        awaited = location_of(self._training).awaited
+        awaited = location_of(self._training_thread).awaited
         waited = f"{self._waited:g} s {self.progress()}{awaited and f', for {awaited}'}"
         message = describe_unanswered(self._member, self._first, waited, may_go_on=False)
         return Verdict(kind="hang", message=message, kill=(self._first,))
@@ -219,7 +220,7 @@ class Watcher:
         if verdict.kind == "hang":
             watching_threads = (self._thread.ident, None if self._hub is None else self._hub.thread)
             own_threads = {thread for thread in watching_threads if thread is not None}
-            location = location_of(self._training)
+            location = location_of(self._training_thread)
             _write(
                 f"rank {self._member.rank} on {self._member.host}, {self.progress()}; the last collective that it has "
                 f"entered: {location.collective or 'not known'}\n{stacks(own_threads)}"
@@ -261,7 +262,7 @@ class Watcher:
                 child.kill()
         os._exit(1)
 
-    def tell(self, error: BaseException) -> None:
+    def tell_others(self, error: BaseException) -> None:
         """Tell the others of an exception that ends this rank, unless it comes from the loss of another one."""
         if not isinstance(error, Exception) or _is_explained(error) or _comes_from_loss(error):
             return
@@ -346,8 +347,8 @@ def watch(runtime: Runtime, hang_timeout: timedelta, address: str, progress: Cal
             "Let the hosts of a run reach each other at any port, or write hang_timeout=None."
         )
         return
-    _watching = Watcher(connection, own, first, seconds, progress, hub)
-    _install()
+    _watching = Watcher(connection, own, first, hang_timeout=seconds, progress=progress, hub=hub)
+    _install_hooks()
     # processes of multiprocessing, as in notebooks and under torch.multiprocessing.spawn, call nothing of atexit's
     util.Finalize(None, _leave, exitpriority=0)
 
@@ -385,14 +386,14 @@ def explain_uncaught(call: Callable[[BaseException], None]) -> None:
     """Let a function add notes to an exception that nothing has caught, before it is printed. Idempotent."""
     if call not in _explanations:
         _explanations.append(call)
-    _install()
+    _install_hooks()
 
 
 _explanations: list[Callable[[BaseException], None]] = []
 _installed = False
 
 
-def _install() -> None:
+def _install_hooks() -> None:
     global _installed
     if _installed:
         return
@@ -412,7 +413,7 @@ def _install() -> None:
             _flush()
         finally:
             if _watching is not None:
-                _watching.tell(error)
+                _watching.tell_others(error)
 
     sys.excepthook = report_uncaught
     atexit.register(_leave)

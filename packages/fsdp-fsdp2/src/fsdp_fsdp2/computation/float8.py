@@ -126,25 +126,25 @@ def compute_in_float8(
                 f"{name!r} has {obstacle}, which the layer that torchao puts in its place would not have.\n"
                 "Give it to the module around it, or exclude the layer: float8_filter=lambda module, name: ..."
             )
-    config = Float8LinearConfig(emulate=_emulated(device)) if float8 is True else float8
+    config = Float8LinearConfig(emulate=_must_emulate(device)) if float8 is True else float8
     layer_ids = {id(module) for module in layers.values()}
     convert_to_float8_training(root, config=config, module_filter_fn=lambda module, name: id(module) in layer_ids)
     replacements: dict[int, nn.Module] = {}
     for name, module in layers.items():
         if root.get_submodule(name) is module:  # torchao replaces a layer with several names under the first alone
             root.set_submodule(name, replacements[id(module)])
-        new = replacements[id(module)] = root.get_submodule(name)
-        assert isinstance(new, Float8Linear)
-        new.training = module.training
+        replacement = replacements[id(module)] = root.get_submodule(name)
+        assert isinstance(replacement, Float8Linear)
+        replacement.training = module.training
         for key, value in module.__dict__.items():  # such as the mark of wrap(), and what the user has set
-            new.__dict__.setdefault(key, value)
+            replacement.__dict__.setdefault(key, value)
 
 
-def _emulated(device: torch.device) -> bool:
+def _must_emulate(device: torch.device) -> bool:
     """Whether to emulate float8: to round operands to it, and compute in the layer's own dtype.
 
     Raises:
-        UnsupportedCapabilityError: It is a GPU without float8 units, on which emulation must be asked for.
+        UnsupportedCapabilityError: The device is a GPU without float8 units, for which the user must request emulation.
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9) and torch.version.hip is None:
         major, minor = torch.cuda.get_device_capability(device)

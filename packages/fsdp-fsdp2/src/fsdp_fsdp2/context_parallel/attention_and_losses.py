@@ -39,7 +39,14 @@ _latest: ref[ContextParallel] | None = None
 
 
 class _RunningPass(NamedTuple):
-    """A forward pass: what to restore at its end, and what checks it if it is the first one."""
+    """A forward pass of a root.
+
+    Attributes:
+        outer_active: What :data:`_active` was before the pass, and is again after it.
+        outer_split: The split of batches before the pass.
+        outer_fast_path: Whether torch's fast path of attention was on before the pass.
+        first_pass: The checks of the pass, if it is the first one in this mode.
+    """
 
     outer_active: ContextParallel | None
     outer_split: SequenceSplit | None
@@ -68,6 +75,7 @@ class ContextParallel:
         self._has_attended = False
         self._running: list[_RunningPass] = []
         self._checked_modes: set[bool] = set()  # root.training of the first passes that were checked
+        #: Whether leave() was called for the pass that ends now: if not, an exception has ended the pass.
         self._has_left = False
         _replace_functions()
         root.register_forward_pre_hook(_enter)  # after the hook of fully_shard, and before those for transformers
@@ -85,7 +93,7 @@ class ContextParallel:
         first_pass = FirstPass(self, root) if is_first else None
         outer_fast_path = torch.backends.mha.get_fastpath_enabled()
         self._running.append(_RunningPass(_active, outer_split, outer_fast_path, first_pass))
-        torch.backends.mha.set_fastpath_enabled(False)  # it does not call scaled_dot_product_attention
+        torch.backends.mha.set_fastpath_enabled(False)  # the fast path does not call scaled_dot_product_attention
         _active = self
         if torch.is_grad_enabled():
             _latest = ref(self)
@@ -205,10 +213,11 @@ class ContextParallel:
 
     @contextmanager
     def draw_own_numbers(self, device: torch.device) -> Iterator[None]:
-        """The same, in which each context-parallel rank draws random numbers of its own.
+        """As :meth:`call_torch`, and each context-parallel rank draws random numbers of its own in the context.
 
-        Outside of it the ranks draw the same numbers, such as one noise level for each sample. Within it the generator
-        is seeded with such a number and the rank. A recomputation, which restores the generator, so draws the same.
+        Outside of the context the ranks draw the same numbers, such as one noise level for each sample. In it the
+        generator is seeded with such a number and the rank. So a recomputation, which restores the generator, draws the
+        same again.
         """
         seed = int(torch.randint(2**48, (1,)))
         with (
@@ -292,15 +301,14 @@ def _attention(*args: Any, **kwargs: Any) -> Any:
     context = _active_or_recomputed()
     if context is not None:
         return context.attend(*args, **kwargs)
-    mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    named = dict(zip(names, args, strict=False)) | kwargs
+    mask = named.pop("attn_mask", None)
     split = current_split()
     if split is None and not isinstance(mask, CausalBias):
         return _torch_functions["scaled_dot_product_attention"](*args, **kwargs)
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    named = dict(zip(names, args, strict=False)) | kwargs
-    query, key, value = (named.pop(name) for name in names[:3])
-    named.pop("attn_mask", None)
-    if split is not None and not gathered_modules:
+    query, key, value = (named.pop(name) for name in ("query", "key", "value"))
+    if split is not None and not gathered_modules:  # calls within gathered() are of whole sequences
         _check_sees_whole_sequence(query, key, split)
     return _attend_by_torch(query, key, value, mask, **named)
 

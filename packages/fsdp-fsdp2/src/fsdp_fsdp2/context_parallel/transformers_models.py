@@ -79,7 +79,7 @@ def follow_transformers(root: nn.Module, active: Callable[[], ContextParallel | 
         active: The context of the running forward pass; ``None`` without one.
     """
 
-    def before(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def complete_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         context = active()
         if context is None:
             return None
@@ -88,14 +88,14 @@ def follow_transformers(root: nn.Module, active: Callable[[], ContextParallel | 
         context.models_with_positions += 1
         return (), named
 
-    def after(model: nn.Module, args: Any, output: Any) -> None:
+    def count_end(model: nn.Module, args: Any, output: Any) -> None:
         context = active()
         if context is not None and context.models_with_positions:
             context.models_with_positions -= 1
 
     for model in _models(root):
-        model.register_forward_pre_hook(before, with_kwargs=True)
-        model.register_forward_hook(after, always_call=True)
+        model.register_forward_pre_hook(complete_call, with_kwargs=True)
+        model.register_forward_hook(count_end, always_call=True)
 
 
 def _arguments_by_name(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -138,14 +138,14 @@ def _complete_arguments(model: nn.Module, named: dict[str, Any], context: Contex
     if mask is None or mask.ndim == 2:
         document = None
         if mask is None and causal and positions is not None and positions.ndim == 2:
-            document = _documents(gather_sequence(positions))
+            document = _number_documents(gather_sequence(positions))
             if document is not None and uses_cache:
                 raise ShardingError(
                     "position_ids are those of packed sequences, which transformers keeps apart only without a cache.\n"
                     "Pass use_cache=False, or set model.config.use_cache = False; or pass an attention_mask."
                 )
         padding = None if mask is None else gather_sequence(mask).bool()
-        named["attention_mask"] = _mask(document, padding, causal, length, context)
+        named["attention_mask"] = _make_mask(document, padding, causal, length, context)
     parameters = inspect.signature(model.forward).parameters
     if positions is None and "position_ids" in parameters:
         named["position_ids"] = sequence_positions(length, inputs.device).expand(batch, -1)
@@ -169,7 +169,7 @@ def _is_given(value: object) -> bool:
     return isinstance(value, Tensor) or bool(value)
 
 
-def _documents(positions: Tensor) -> Tensor | None:
+def _number_documents(positions: Tensor) -> Tensor | None:
     """The index of the packed sequence that each position belongs to; ``None`` if each row is one sequence.
 
     As transformers decides: a new one begins where positions don't follow each other.
@@ -179,7 +179,7 @@ def _documents(positions: Tensor) -> Tensor | None:
     return document if bool(document[:, -1].any()) else None
 
 
-def _mask(
+def _make_mask(
     document: Tensor | None, padding: Tensor | None, causal: bool, length: int, context: ContextParallel
 ) -> Tensor | None:
     """Which keys of the whole sequence each position of this rank sees; ``None`` if layers decide that by themselves.

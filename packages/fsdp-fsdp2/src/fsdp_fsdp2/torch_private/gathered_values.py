@@ -76,8 +76,8 @@ def follow_gathered(group: Any, root: Any | None) -> None:
     group._to_sharded_post_forward = partial(_carry_and_free, weakref.ref(group), "_to_sharded_post_forward")
 
 
-#: By method of torch's, the names that it uses in what :func:`_show_at_once` and :func:`_free_at_once` do instead. A
-#: method that uses other names, of another version of torch, does more, and is called itself.
+#: By method of torch, the names in its code if it does what :func:`_show_at_once` or :func:`_free_at_once` does in its
+#: place. A method with further names, in another version of torch, does more, and is called itself.
 _NAMES_DONE_AT_ONCE = {
     FSDPParam.to_unsharded: {
         *("set_requires_grad_if_needed", "sharded_param", "_unsharded_param", "_setattr_on_modules", "sharded_state"),

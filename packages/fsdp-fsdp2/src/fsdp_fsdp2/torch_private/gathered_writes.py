@@ -34,7 +34,7 @@ class GatheredWrites:
     Args:
         unit: The unit.
         root: The root.
-        names: What the user calls its parameters, by shard.
+        names: By shard, the user's name of the parameter.
         values: Receives what was written, for a comparison between ranks.
 
     Attributes:

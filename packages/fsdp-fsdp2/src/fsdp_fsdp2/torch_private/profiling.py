@@ -34,7 +34,7 @@ def speed_up(unit: FSDPModule) -> None:
     state: Any = unit._get_fsdp_state()
     for state_or_group in (state, *param_groups_of(unit)):
         original_class: Any = type(state_or_group)
-        state_or_group.__class__ = _faster_class(original_class)
+        state_or_group.__class__ = _make_faster_class(original_class)
     module = cast("nn.Module", unit)
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in hooks.items():
@@ -60,12 +60,12 @@ class _TorchWithFastNames:
 _REPLACEMENTS = {"record_function": _name_for_profilers, "torch": _TorchWithFastNames()}
 _PREFIX = "_fsdp_fsdp2_"
 
-#: The attribute of classes that :func:`_faster_class` has made.
+#: The attribute of classes that :func:`_make_faster_class` has made.
 _IS_FASTER = "_fsdp_fsdp2_is_faster"
 
 
 @functools.cache
-def _faster_class(original_class: Any) -> Any:
+def _make_faster_class(original_class: Any) -> Any:
     """A subclass of one of torch's, in which the methods that have one of the two costs are replaced."""
     if _IS_FASTER in vars(original_class):
         return original_class
@@ -73,17 +73,17 @@ def _faster_class(original_class: Any) -> Any:
     for name in dir(original_class):
         method = inspect.getattr_static(original_class, name)
         function = method.__func__ if isinstance(method, staticmethod) else method
-        if isinstance(function, FunctionType) and (faster_function := _faster(function)) is not function:
+        if isinstance(function, FunctionType) and (faster_function := _make_faster(function)) is not function:
             faster[name] = staticmethod(faster_function) if isinstance(method, staticmethod) else faster_function
     return type(original_class.__name__, (original_class,), faster)
 
 
-def _faster(function: FunctionType) -> FunctionType:
+def _make_faster(function: FunctionType) -> FunctionType:
     """A function with the code of one of torch's, without its two costs; the function itself if it has neither."""
     inner = getattr(function, "__wrapped__", None)
     cells, code = function.__closure__ or (), function.__code__
     if isinstance(inner, FunctionType):
-        faster = _faster(inner)
+        faster = _make_faster(inner)
         if {"_dynamo", "disable"} <= set(code.co_names):
             return cast("FunctionType", outside_of_compilation(faster))
         if faster is inner:

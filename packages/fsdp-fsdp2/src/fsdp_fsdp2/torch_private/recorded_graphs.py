@@ -38,8 +38,8 @@ class RecordedGraphs:
         self._groups, self._root_state_ref = groups, root_state_ref
         self._hooks: dict[Any, Any] = {}  # by parameter
         self._kept_groups: set[Any] = set()
-        self._is_recording = False  # the backward pass that runs
-        self._has_graph = False
+        self._is_recording = False  # whether the backward pass that runs records its own graph
+        self._has_graph = False  # whether a pass has recorded one, and no other pass has ended since
         self.has_freed = False
         for group in groups:
             group.reshard = partial(_reshard_unless_kept, weakref.ref(self), weakref.ref(group))
@@ -89,7 +89,7 @@ class RecordedGraphs:
                 self.has_freed = True
                 group.reshard()
                 gathered_params = [parameter._unsharded_param for parameter in group.fsdp_params]
-                increment_version(gathered_params)  # the graph raises on account of it
+                increment_version(gathered_params)  # by this count the graph knows that its tensors have changed
                 for gathered in gathered_params:
                     forget_writes(gathered)
 

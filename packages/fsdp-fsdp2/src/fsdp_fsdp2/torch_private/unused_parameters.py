@@ -99,7 +99,7 @@ class UnusedParameters:
         # the agreement on what was used
         self._peers = runtime.along(*GRADIENT_AXES)
         self._ranks_with_unused = _RanksWithUnused(runtime, self._peers)
-        self._exchanges = False
+        self._has_unused_everywhere = False  # whether each rank has had unused parameters, so that ranks exchange which
         parameters = [parameter for group in self._groups for parameter in group.fsdp_params]
         self._index = {parameter: index for index, parameter in enumerate(parameters)}
         self._zero_filled: dict[int, _ZeroFilled] = {}  # by the parameter's index
@@ -298,7 +298,7 @@ class UnusedParameters:
                 shard = parameter.sharded_param
                 zero_filled = _ZeroFilled(shard, had_gradient=shard.grad is not None)
                 self._zero_filled.setdefault(self._index[parameter], zero_filled)
-                if not self._exchanges:
+                if not self._has_unused_everywhere:
                     self._ranks_with_unused.count_rank()
         if not group.all_reduce_grads:
             self.partly.used.update(used)
@@ -327,8 +327,8 @@ class UnusedParameters:
             return
         self.partly.used.clear()
         if self._ranks_with_unused.end_pass():
-            self._exchanges = True
-        if not self._exchanges and self._peers.world_size > 1:
+            self._has_unused_everywhere = True
+        if not self._has_unused_everywhere and self._peers.world_size > 1:
             return  # one rank has used all parameters
         is_used = torch.ones(len(self._index), dtype=torch.uint8)
         is_used[list(zero_filled)] = 0

@@ -23,7 +23,7 @@ __all__ = [
     "is_divided",
     "is_sharded_by_user",
     "refuse_dtensors_outside_units",
-    "refuse_options_beside",
+    "refuse_options_with_own_sharding",
     "units_of_user",
 ]
 
@@ -52,8 +52,8 @@ def _innermost_first(module: nn.Module, visited: set[nn.Module]) -> Iterator[nn.
         yield module
 
 
-def refuse_options_beside(module: nn.Module, options: Iterable[str]) -> None:
-    """Refuse options that would shard what the user has sharded by hand.
+def refuse_options_with_own_sharding(module: nn.Module, options: Iterable[str]) -> None:
+    """Refuse options that would shard modules which the user's own code has sharded.
 
     Args:
         module: The root, which the user has sharded or divided in part.

@@ -22,9 +22,9 @@ from fsdp_core.sharding import (
     ShardingPlan,
     ShardPrecision,
     checkpoint_activations,
+    detach_part,
     in_backward,
     kept_as_built,
-    let_go_of,
     materialize,
     parameter_orders,
     put_in_place,
@@ -194,7 +194,7 @@ def _materialize_on_device(modules: Sequence[nn.Module], runtime: XLARuntime) ->
     for module in modules:
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in new_and_old:
-                part_of_rank = let_go_of(parameter)
+                part_of_rank = detach_part(parameter)
                 if part_of_rank is not None:
                     data = torch.cat(runtime.gather_objects(part_of_rank.part)).view(part_of_rank.shape)
                 else:

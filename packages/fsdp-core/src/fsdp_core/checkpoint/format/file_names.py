@@ -118,7 +118,7 @@ def file_name(section: Section, save_id: str, rank: int) -> str:
 
 
 def rank_in(name: str) -> tuple[str, int] | None:
-    """Split the name of a rank's file into the rank, and the names of all ranks' files as of :func:`files_of`.
+    """Split the name of a rank's file into a pattern for all ranks' files, as of :func:`files_of`, and the rank.
 
     Example:
         >>> rank_in("model/0123456789ab-rank-00003.safetensors")

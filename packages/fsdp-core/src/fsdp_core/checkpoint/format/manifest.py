@@ -77,7 +77,7 @@ class StoredTensor:
             raise ValueError(f"{self.dtype_name!r} is not a dtype of this format")
         if not is_shape(self.shape):
             raise ValueError(f"no tensor has the shape {list(self.shape)}")
-        if isinstance(self.chunks, PatternedChunks):  # they are known to cover the shape of their pattern
+        if isinstance(self.chunks, PatternedChunks):  # whose pieces cover the shape of their pattern
             if self.chunks.pattern.shape != self.shape:
                 raise ValueError(f"its pieces do not cover the shape {list(self.shape)}")
             return
@@ -95,7 +95,7 @@ class StoredTensor:
                 yield chunk
 
     def file_names(self) -> set[str]:
-        """Return the names of the files that hold it."""
+        """Return the names of the files that hold the tensor."""
         if isinstance(self.chunks, PatternedChunks):
             return self.chunks.file_names()
         return {chunk.file for chunk in self.chunks}
@@ -179,7 +179,7 @@ class Manifest:
 
     @property
     def format_version(self) -> int:
-        """The version in which it is written: 2 if chunks are in a pattern, otherwise 1."""
+        """The version in which the manifest is written: 2 if chunks are in a pattern, otherwise 1."""
         return 2 if any(isinstance(tensor.chunks, PatternedChunks) for tensor in self.tensors.values()) else 1
 
     def to_json(self) -> str:
@@ -369,7 +369,7 @@ def check_name(name: str) -> None:
     """Refuse a file name that could lead out of the checkpoint.
 
     Raises:
-        ValueError: It could.
+        ValueError: The name could lead out.
     """
     parts = name.split("/")
     if any(part in ("", ".", "..") for part in parts) or re.search(r"[\\:\x00-\x1f]", name) or name == MANIFEST:

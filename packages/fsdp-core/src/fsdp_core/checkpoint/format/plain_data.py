@@ -77,10 +77,12 @@ def encode(value: Any, on_tensor: Callable[[Keys, TensorLeaf], Any]) -> Any:
 
 
 class _Encoder:
+    """Encodes a nest; ``keys`` are those that lead to a value, and ``refused`` has a line for each refused value."""
+
     def __init__(self, on_tensor: Callable[[Keys, TensorLeaf], Any]) -> None:
         self.on_tensor = on_tensor
         self.refused: list[str] = []
-        self._inside: set[int] = set()
+        self._open_containers: set[int] = set()  # the ids of those that are being encoded, to find a cycle
 
     def encode(self, value: Any, keys: Keys) -> Any:
         if value is None or type(value) in (bool, int, str):
@@ -88,66 +90,68 @@ class _Encoder:
                 return self._refuse_long_integer(keys)
             return value
         if isinstance(value, (Tensor, ChunkedTensor)):  # first, since most values of a state are tensors
-            return self._leaf(value, keys)
+            return self._encode_tensor(value, keys)
         if isinstance(value, (Mapping, list, tuple, set, frozenset, argparse.Namespace)):
-            if id(value) in self._inside:
+            if id(value) in self._open_containers:
                 return self.refuse(keys, "a container that contains itself can't be saved; leave the inner one out")
-            self._inside.add(id(value))
+            self._open_containers.add(id(value))
             try:
-                return self._container(value, keys)
+                return self._encode_container(value, keys)
             finally:
-                self._inside.discard(id(value))
-        return self._leaf(value, keys) if isinstance(value, TensorSource) else self._scalar(value, keys)
+                self._open_containers.discard(id(value))
+        return self._encode_tensor(value, keys) if isinstance(value, TensorSource) else self._encode_scalar(value, keys)
 
     def _refuse_long_integer(self, keys: Keys) -> None:
         return self.refuse(keys, f"an integer of more than {MAX_DIGITS} digits; save it as a string or as bytes")
 
-    def _leaf(self, value: TensorLeaf, keys: Keys) -> Any:
+    def _encode_tensor(self, value: TensorLeaf, keys: Keys) -> Any:
         try:
             return self.on_tensor(keys, value)
         except (CheckpointValueError, ValueError) as error:
             return self.refuse(keys, str(error))
 
-    def _container(self, value: Any, keys: Keys) -> Any:
+    def _encode_container(self, value: Any, keys: Keys) -> Any:
         if isinstance(value, argparse.Namespace):
-            return {"$namespace": self._pairs(vars(value), keys)}
+            return {"$namespace": self._encode_pairs(vars(value), keys)}
         if isinstance(value, torch.Size):
             return {"$size": list(value)}
         if isinstance(value, list):
-            return self._items(value, keys)
+            return self._encode_items(value, keys)
         if isinstance(value, tuple):
-            return {"$tuple": self._items(value, keys)}
+            return {"$tuple": self._encode_items(value, keys)}
         if isinstance(value, (set, frozenset)):
             tag = "$set" if isinstance(value, set) else "$frozenset"
-            return {tag: [self._key(item, keys) for item in value]}
+            return {tag: [self._encode_key(item, keys) for item in value]}
         if isinstance(value, Counter):
-            return {"$counter": self._pairs(value, keys)}
+            return {"$counter": self._encode_pairs(value, keys)}
         if isinstance(value, defaultdict):
             factory = value.default_factory
             name = next((name for name, known_factory in _FACTORIES.items() if known_factory is factory), None)
             if factory is not None and name is None:
                 return self.refuse(keys, f"a defaultdict over {factory!r} would need code to restore; pass dict(it)")
-            return {"$defaultdict": [name, self._pairs(value, keys)]}
+            return {"$defaultdict": [name, self._encode_pairs(value, keys)]}
         if isinstance(value, OrderedDict):
-            return {"$ordered": self._pairs(value, keys)}
+            return {"$ordered": self._encode_pairs(value, keys)}
         if not isinstance(value, dict):
             return self.refuse(keys, f"{_type_name(value)} is a mapping, but not a dict; {_remedy(value)}")
         if all(isinstance(key, str) and not isinstance(key, Enum) and not key.startswith("$") for key in value):
             return {str(key): self.encode(item, (*keys, str(key))) for key, item in value.items()}
-        return {"$dict": self._pairs(value, keys)}
+        return {"$dict": self._encode_pairs(value, keys)}
 
-    def _items(self, value: Any, keys: Keys) -> list[Any]:
+    def _encode_items(self, value: Any, keys: Keys) -> list[Any]:
         return [self.encode(item, (*keys, str(index))) for index, item in enumerate(value)]
 
-    def _pairs(self, value: Mapping[Any, Any], keys: Keys) -> list[Any]:
-        return [[self._key(key, keys), self.encode(item, (*keys, _key_text(key)))] for key, item in value.items()]
+    def _encode_pairs(self, value: Mapping[Any, Any], keys: Keys) -> list[Any]:
+        return [
+            [self._encode_key(key, keys), self.encode(item, (*keys, _key_text(key)))] for key, item in value.items()
+        ]
 
-    def _key(self, key: Any, keys: Keys) -> Any:
+    def _encode_key(self, key: Any, keys: Keys) -> Any:
         if isinstance(key, (Tensor, ChunkedTensor, TensorSource)):
             return self.refuse(keys, "a tensor can't be a key or a member of a set; use tensor.item() or its name")
         return self.encode(key, (*keys, _key_text(key)))
 
-    def _scalar(self, value: Any, keys: Keys) -> Any:
+    def _encode_scalar(self, value: Any, keys: Keys) -> Any:
         numpy = sys.modules.get("numpy")
         if isinstance(value, Enum):
             return self.refuse(keys, f"{_type_name(value)} is an enum, which needs code to restore; save its .value")
@@ -253,6 +257,7 @@ def decode(value: Any, on_tensor: Callable[[str, Any], Any]) -> Any:
         raise CheckpointFormatError(f"the state holds {tag!r} with an invalid value: {error}") from error
 
 
+#: Makes a value from its tag's content, and from a function that decodes the values in the content.
 _Reader = Callable[[Any, Callable[[Any], Any]], Any]
 
 

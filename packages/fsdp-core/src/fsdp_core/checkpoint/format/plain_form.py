@@ -12,11 +12,13 @@ __all__ = ["MAX_DEPTH", "check_plain"]
 MAX_DEPTH = 500
 """How deep lists and objects may be nested. Saving fails at a lower depth, by Python's limit of recursion."""
 
-#: The tags by what they hold: a list of values, a list of keys with values, a string. ``_DICTS`` are all that make
-#: dicts.
+#: The tags that hold a list of values.
 _ITEMS = ("$tuple", "$set", "$frozenset")
+#: The tags that hold a list of keys with values.
 _PAIRS = ("$dict", "$ordered", "$counter", "$namespace")
+#: The tags of all kinds of dicts.
 _DICTS = (*_PAIRS, "$defaultdict")
+#: The tags that hold a string.
 _TEXTS = ("$float", "$bytes", "$path", "$datetime", "$date", "$time", "$dtype", "$device")
 #: The tags of values that can be hashed, and so be keys.
 _IN_KEYS = ("$tuple", "$frozenset", "$complex", "$timedelta", "$numpy", "$size", *_TEXTS)
@@ -43,14 +45,14 @@ def check_plain(state: Any, has_tensor: Callable[[str, str], bool]) -> None:
         raise ValueError(f"it holds no state, but {'a tagged value' if type(state) is dict else type(state).__name__}")
     nodes: list[Any] = [state]
     for _ in range(MAX_DEPTH):
-        nodes = [item for node in nodes for item in _parts(node, has_tensor) if type(item) in (dict, list)]
+        nodes = [item for node in nodes for item in _check_node(node, has_tensor) if type(item) in (dict, list)]
         if not nodes:
             return
     raise ValueError("it is nested too deeply")
 
 
-def _parts(node: Any, has_tensor: Callable[[str, str], bool]) -> Iterable[Any]:
-    """The parts of a list or an object, which must be of a known form."""
+def _check_node(node: Any, has_tensor: Callable[[str, str], bool]) -> Iterable[Any]:
+    """Refuse a list or an object that has no known form; return its parts, which are to be checked next."""
     if isinstance(node, list):
         return node
     tag = next((key for key in node if key.startswith("$")), None)
@@ -64,12 +66,12 @@ def _parts(node: Any, has_tensor: Callable[[str, str], bool]) -> Iterable[Any]:
             _check_keys(_require_list(tag, content))
         return _require_list(tag, content)
     if tag in _PAIRS:
-        return _parts_of_pairs(tag, content)
+        return _check_pairs(tag, content)
     if tag == "$defaultdict":
         factory, pairs = _require_list(tag, content, 2)
         if factory is not None and type(factory) is not str:
             raise _invalid(tag)
-        return _parts_of_pairs(tag, pairs)
+        return _check_pairs(tag, pairs)
     if tag in ("$saved", "$tensor"):
         if not has_tensor(tag, _require_text(tag, content)):
             raise ValueError(f"it refers to a tensor {content!r} that does not exist")
@@ -96,7 +98,8 @@ def _parts(node: Any, has_tensor: Callable[[str, str], bool]) -> Iterable[Any]:
     return ()
 
 
-def _parts_of_pairs(tag: str, content: Any) -> list[Any]:
+def _check_pairs(tag: str, content: Any) -> list[Any]:
+    """Refuse what is no list of keys with values; return all keys and values."""
     pairs = [_require_list(tag, pair, 2) for pair in _require_list(tag, content)]
     _check_keys([key for key, _ in pairs])
     return [part for pair in pairs for part in pair]

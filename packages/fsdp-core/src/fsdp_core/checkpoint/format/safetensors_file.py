@@ -53,7 +53,7 @@ def write_safetensors(stream: BinaryIO, tensors: Mapping[str, Tensor | TensorSou
     header, names = build_header(shapes)
     digest = xxhash.xxh3_64()
     size = 0
-    for piece in _pieces(header, [tensors[name] for name in names]):
+    for piece in _file_blocks(header, [tensors[name] for name in names]):
         digest.update(piece)
         stream.write(piece)
         size += len(piece)
@@ -84,20 +84,21 @@ def unsavable(tensor: Tensor | TensorSource) -> str | None:
     return None
 
 
-def _pieces(header: bytes, tensors: Sequence[Tensor | TensorSource]) -> Iterator[Any]:
+def _file_blocks(header: bytes, tensors: Sequence[Tensor | TensorSource]) -> Iterator[Any]:
+    """Yield the bytes of a file, block by block."""
     yield header
     for tensor in tensors:
-        blocks = _blocks(tensor.detach()) if isinstance(tensor, Tensor) else _blocks_of_source(tensor)
+        blocks = _contiguous_blocks(tensor.detach()) if isinstance(tensor, Tensor) else _blocks_of_source(tensor)
         for block in blocks:
             yield memory_of(block)
             del block  # before the next one is allocated: one staging buffer at a time
 
 
-def _blocks(tensor: Tensor) -> Iterator[Tensor]:
+def _contiguous_blocks(tensor: Tensor) -> Iterator[Tensor]:
     """Yield consecutive contiguous CPU tensors in the row-major order of ``tensor``."""
     if not tensor.numel():
         return
-    if _is_plain(tensor):
+    if _is_contiguous_on_host(tensor):
         yield tensor
         return
     if tensor.ndim == 0 or tensor.nbytes <= STAGING_BYTES:
@@ -106,10 +107,10 @@ def _blocks(tensor: Tensor) -> Iterator[Tensor]:
     row_bytes = tensor.nbytes // tensor.shape[0]
     if row_bytes > STAGING_BYTES:
         for row in tensor:
-            yield from _blocks(row)
+            yield from _contiguous_blocks(row)
         return
     for rows in tensor.split(STAGING_BYTES // row_bytes):
-        yield from _blocks(rows)
+        yield from _contiguous_blocks(rows)
 
 
 def _blocks_of_source(source: TensorSource) -> Iterator[Tensor]:
@@ -118,7 +119,7 @@ def _blocks_of_source(source: TensorSource) -> Iterator[Tensor]:
         yield source.read(offsets, lengths)
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _is_contiguous_on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -147,10 +148,10 @@ def read_box(
         offsets = (0,)
         out = out.view(1)
     if out.numel():
-        _read_rows(read_into, source.dtype, source.shape, source.start, offsets, out, direct_run_bytes)
+        _read_part(read_into, source.dtype, source.shape, source.start, offsets, out, direct_run_bytes)
 
 
-def _read_rows(
+def _read_part(
     read_into: Callable[[memoryview, int], None],
     dtype: torch.dtype,
     shape: tuple[int, ...],
@@ -159,20 +160,22 @@ def _read_rows(
     out: Tensor,
     direct_run_bytes: int,
 ) -> None:
+    """Read a box of a part of the file, which begins at byte ``start`` and has ``shape``."""
     row_count = out.shape[0]
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
     needed_row_bytes = math.prod(out.shape[1:]) * dtype.itemsize
     position = start + offsets[0] * row_bytes
     are_rows_whole = tuple(out.shape[1:]) == shape[1:]
-    if are_rows_whole and out.dtype == dtype and _is_plain(out):
+    if are_rows_whole and out.dtype == dtype and _is_contiguous_on_host(out):
         read_into(memory_of(out), position)
         return
-    is_long_part = not are_rows_whole and needed_row_bytes >= direct_run_bytes
-    if row_bytes > STAGING_BYTES or is_long_part:
+    are_rows_read_in_part = not are_rows_whole and needed_row_bytes >= direct_run_bytes
+    if row_bytes > STAGING_BYTES or are_rows_read_in_part:
         for row in range(row_count):
             row_position = position + row * row_bytes
-            _read_rows(read_into, dtype, shape[1:], row_position, offsets[1:], out[row], direct_run_bytes)
+            _read_part(read_into, dtype, shape[1:], row_position, offsets[1:], out[row], direct_run_bytes)
         return
+    # Otherwise, whole rows are read into a staging buffer, and what is needed of them is copied.
     staged_row_count = max(1, min(row_count, STAGING_BYTES // row_bytes))
     staging = torch.empty((staged_row_count, *shape[1:]), dtype=dtype)
     needed_part = staging

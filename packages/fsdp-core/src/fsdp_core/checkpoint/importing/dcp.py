@@ -16,7 +16,7 @@ from fsdp_core.checkpoint.format.state_paths import join_path
 from fsdp_core.checkpoint.importing.files import SourceFile, open_file
 from fsdp_core.checkpoint.importing.memory_budget import current_budget
 from fsdp_core.checkpoint.importing.plain import Make, PlainReader
-from fsdp_core.checkpoint.importing.tensors import InPieces, Piece, StridedTensor
+from fsdp_core.checkpoint.importing.tensors import Piece, StridedTensor, TensorInPieces
 from fsdp_core.checkpoint.importing.torch_file import TorchFile
 from fsdp_core.checkpoint.importing.unpickling import MAX_PICKLE_BYTES, unpickle
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
@@ -52,23 +52,23 @@ def read_dcp(
         raise CheckpointFormatError(f"{file} has {file.size} bytes, and this reads at most {MAX_PICKLE_BYTES}")
     reader = PlainReader(_RECORDS)
     metadata = reader.read(unpickle(file.read(0, file.size), str(file)))
-    reader.check(file)
+    reader.raise_if_refused(file)
     if not isinstance(metadata, _Metadata):
         raise CheckpointFormatError(f"{file} is not metadata of torch.distributed.checkpoint: {type(metadata)}")
     leaves = _Leaves(folder, prefix, metadata, PlainReader(drop=drop))
     leaf_of_path: dict[tuple[Any, ...], Any] = {}
     for name, entry in metadata.entries.items():
         path = metadata.path_of(name)
-        if leaves.drops(path) or (tensors_only and entry.dtype is None and not name.endswith("_extra_state")):
+        if leaves.matches_drop(path) or (tensors_only and entry.dtype is None and not name.endswith("_extra_state")):
             continue
         leaf_of_path[path] = leaves.read(name, entry, path)
-    leaves.check()
+    leaves.raise_if_refused()
     return _nest(leaf_of_path)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Entry:
-    """A tensor: its shape, dtype and boxes. The fields are empty for values that are not tensors."""
+    """A tensor: its shape, dtype, and its boxes' offsets and lengths; all empty for values that are no tensors."""
 
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
@@ -86,6 +86,14 @@ class _FileRange:
 
 @dataclass(frozen=True, kw_only=True)
 class _Metadata:
+    """The content of ``.metadata``.
+
+    Attributes:
+        entries: The values by their flattened names, such as ``optimizer.state.weight.exp_avg``.
+        paths: By flattened name, the keys that lead to a value in the nest.
+        ranges: Where values are, by flattened name and by the offsets of a tensor's box, or ``None``.
+    """
+
     entries: Mapping[str, _Entry]
     paths: Mapping[str, tuple[Any, ...]]
     ranges: Mapping[tuple[str, tuple[int, ...] | None], _FileRange]
@@ -98,7 +106,16 @@ class _Metadata:
 
 @dataclass
 class _Leaves:
-    """Reads the values that the metadata lists, or makes sources for them."""
+    """Reads the values that the metadata lists, or makes sources for them.
+
+    Attributes:
+        folder: The folder.
+        prefix: The subfolder of the checkpoint, with a trailing slash.
+        metadata: The metadata.
+        reader: Converts values to plain data.
+        files: The files opened so far, by their path in the checkpoint.
+        bytes_used: How many bytes of each of these files values take. More than it has shows that it is damaged.
+    """
 
     folder: Folder
     prefix: str
@@ -107,20 +124,20 @@ class _Leaves:
     files: dict[str, SourceFile] = field(default_factory=dict)
     bytes_used: Counter[str] = field(default_factory=Counter)
 
-    def drops(self, path: tuple[Any, ...]) -> bool:
+    def matches_drop(self, path: tuple[Any, ...]) -> bool:
         """Return whether a leaf, or a container of it, is dropped."""
         keys = tuple(map(str, path))
-        return any(self.reader.drops(keys[:length]) for length in range(1, len(keys) + 1))
+        return any(self.reader.matches_drop(keys[:length]) for length in range(1, len(keys) + 1))
 
     def read(self, name: str, entry: _Entry, path: tuple[Any, ...]) -> Any:
         """Return a source for a tensor, or the plain data."""
         keys = tuple(map(str, path))
         if entry.dtype is None:
-            file, start, end = self.range_of(name, None)
+            file, start, end = self.find_range(name, None)
             archive = TorchFile(file, start, end)
             reader_of_archive = archive.reader()
             value = reader_of_archive.read(archive.content, keys)
-            self.reader.refuse_with(reader_of_archive)
+            self.reader.add_refusals_of(reader_of_archive)
             return value
         if entry.dtype not in SAFETENSORS_NAMES:
             self.reader.refuse(keys, f"a tensor of {dtype_name(entry.dtype)}, a dtype that safetensors lacks")
@@ -129,14 +146,15 @@ class _Leaves:
             Piece(
                 offsets=offsets,
                 lengths=lengths,
-                source=_SavedPiece(lengths, entry.dtype, *self.range_of(name, offsets)),
+                source=_SavedPiece(lengths, entry.dtype, *self.find_range(name, offsets)),
             )
             for offsets, lengths in entry.boxes
             if 0 not in lengths
         )
-        return InPieces(name=name, shape=entry.shape, dtype=entry.dtype, pieces=pieces)
+        return TensorInPieces(name=name, shape=entry.shape, dtype=entry.dtype, pieces=pieces)
 
-    def range_of(self, name: str, offsets: tuple[int, ...] | None) -> tuple[SourceFile, int, int]:
+    def find_range(self, name: str, offsets: tuple[int, ...] | None) -> tuple[SourceFile, int, int]:
+        """Return the file of a value, its first byte there and the byte after its last one."""
         ranges = self.metadata.ranges
         file_range = ranges.get((name, offsets))
         if file_range is None and not any(offsets or ()):  # a tensor in one piece may be listed without offsets
@@ -159,10 +177,11 @@ class _Leaves:
             )
         return file, file_range.start, file_range.start + file_range.length
 
-    def check(self) -> None:
-        self.reader.check(self.folder)
+    def raise_if_refused(self) -> None:
+        """Raise an error if a value was refused, or if a path to drop was not found."""
+        self.reader.raise_if_refused(self.folder)
         names = {join_path(*map(str, self.metadata.path_of(name)[:2])) for name in self.metadata.entries}
-        self.reader.check_dropped(self.folder, sorted(names)[:40])
+        self.reader.refuse_unfound_drops(self.folder, sorted(names)[:40])
 
 
 class _SavedPiece:
@@ -185,7 +204,7 @@ class _SavedPiece:
             archive = TorchFile(self._file, self._start, self._end)
             reader = archive.reader()
             tensor = reader.read(archive.content)
-            reader.check(self._file)
+            reader.raise_if_refused(self._file)
         if not isinstance(tensor, StridedTensor) or (tensor.shape, tensor.dtype) != (self.shape, self.dtype):
             raise CheckpointFormatError(
                 f"{self._file} does not hold the tensor of shape {self.shape} and {dtype_name(self.dtype)} at byte "
@@ -199,6 +218,7 @@ class _SavedPiece:
 
 
 def _nest(leaves: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
+    """Return the nest whose values are given by the keys that lead to them."""
     root: dict[Any, Any] = {}
     for path, leaf in leaves.items():
         node = root
@@ -219,6 +239,7 @@ def _with_lists(value: Any) -> Any:
 
 
 # -- what stands for the classes that the metadata's pickle names ----------------------------------------------------
+# ``args`` are the arguments of the class, and ``state`` is that of ``__setstate__``.
 
 
 def _check_sizes(value: Any) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath,
 from fsdp_core.checkpoint.storage.remedies import unreadable
 from fsdp_core.errors import CheckpointFormatError
 
-__all__ = ["SourceFile", "Window", "open_file", "source_of"]
+__all__ = ["FileWindow", "SourceFile", "open_file", "source_of"]
 
 _BLOCK_BYTES = 4 * 2**20
 
@@ -38,7 +38,7 @@ class SourceFile:
         """Return the bytes from ``start`` to ``end``.
 
         Raises:
-            CheckpointFormatError: It ends before, or this user may not read it.
+            CheckpointFormatError: The file ends before, or this user may not read it.
         """
         try:
             data = self.folder.read(self.name, start, end)
@@ -97,7 +97,7 @@ def open_file(folder: Folder, name: str) -> SourceFile:
     return SourceFile(folder=folder, name=name, size=size)
 
 
-class Window(io.RawIOBase):
+class FileWindow(io.RawIOBase):
     """A range of a file as a readable and seekable stream."""
 
     def __init__(self, file: SourceFile, start: int, end: int) -> None:

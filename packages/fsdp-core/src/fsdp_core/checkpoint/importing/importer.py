@@ -22,7 +22,7 @@ from fsdp_core.checkpoint.importing.optimizer_states import ParameterOrder
 from fsdp_core.checkpoint.importing.recognition import LIGHTNING_META, Source, recognise
 from fsdp_core.checkpoint.importing.renaming import rename_parameters
 from fsdp_core.checkpoint.importing.safetensors_source import read_safetensors_file, read_safetensors_folder
-from fsdp_core.checkpoint.importing.tensors import Counted
+from fsdp_core.checkpoint.importing.tensors import CountedTensor
 from fsdp_core.checkpoint.importing.torch_file import TorchFile
 from fsdp_core.checkpoint.importing.xla import read_xla
 from fsdp_core.checkpoint.saving import save
@@ -89,15 +89,8 @@ def import_checkpoint(
 def _save(imported: Imported, out: StrPath, *, overwrite: bool, on_bytes: Callable[[int, int], None] | None) -> None:
     state = imported.state
     if on_bytes is not None:
-        bytes_read = 0
         total = sum(_sizes(find_part(imported.state, path) for path in imported.kinds))
-
-        def count(number: int) -> None:
-            nonlocal bytes_read
-            bytes_read += number
-            on_bytes(bytes_read, total)
-
-        state = _count_reads(imported.state, count)
+        state = _count_reads(imported.state, _ReadProgress(total, on_bytes))
     save(
         out,
         state,
@@ -107,6 +100,19 @@ def _save(imported: Imported, out: StrPath, *, overwrite: bool, on_bytes: Callab
         aliases=imported.aliases,
         overwrite=overwrite,
     )
+
+
+class _ReadProgress:
+    """Tells how many of all bytes have been read, each time that some are."""
+
+    def __init__(self, total: int, on_bytes: Callable[[int, int], None]) -> None:
+        self._total = total
+        self._on_bytes = on_bytes
+        self._bytes_read = 0
+
+    def add(self, nbytes: int) -> None:
+        self._bytes_read += nbytes
+        self._on_bytes(self._bytes_read, self._total)
 
 
 def _source_bytes(source: StrPath) -> int:
@@ -207,18 +213,20 @@ def _read_meta(archive: TorchFile, drop: tuple[str, ...], weights_only: bool) ->
         raise CheckpointFormatError(f"{archive.file} holds no dict, so it is none of Lightning's")
     paths_in_archive = tuple(path for path in drop if path.partition("/")[0] in archive.content)
     other_paths = tuple(path for path in drop if path not in paths_in_archive)
-    return _read_archive(archive, paths_in_archive, KEPT_WITH_WEIGHTS if weights_only else None), other_paths
+    content = _read_archive(archive, paths_in_archive, keep=KEPT_WITH_WEIGHTS if weights_only else None)
+    return content, other_paths
 
 
-def _read_archive(archive: TorchFile, drop: tuple[str, ...], keep: Iterable[str] | None) -> Any:
+def _read_archive(archive: TorchFile, drop: tuple[str, ...], *, keep: Iterable[str] | None) -> Any:
+    """Read the content of a file, without the paths to drop; of a dict, only the keys to keep, all if ``None``."""
     reader = archive.reader(drop)
     content = archive.content
     if keep is not None and isinstance(content, dict):
         content = {key: value for key, value in content.items() if key in set(keep)}
     state = reader.read(content)
-    reader.check(archive.file)
+    reader.raise_if_refused(archive.file)
     if keep is None:
-        reader.check_dropped(archive.file, map(str, state) if isinstance(state, dict) else ())
+        reader.refuse_unfound_drops(archive.file, map(str, state) if isinstance(state, dict) else ())
     return state
 
 
@@ -241,12 +249,12 @@ def _import_torch_file(
     content = archive.content
     if isinstance(content, dict) and TRAINER_MARK in content and "state_dict" in content:
         keep = KEPT_WITH_WEIGHTS | {"state_dict"} if weights_only else None
-        trainer_content = _read_archive(archive, drop, keep)
+        trainer_content = _read_archive(archive, drop, keep=keep)
         model, optimizers = trainer_content.pop("state_dict"), trainer_content.pop("optimizer_states", None)
         return convert_trainer_state(
             model, optimizers, trainer_content, order, "a full checkpoint of Lightning's Trainer"
         )
-    nest = _read_models(archive, drop) if weights_only else _read_archive(archive, drop, None)
+    nest = _read_models(archive, drop) if weights_only else _read_archive(archive, drop, keep=None)
     if not isinstance(nest, dict):
         raise CheckpointFormatError(
             f"{archive.file} does not hold a dict, but {type(nest).__name__}: it contains no model."
@@ -259,7 +267,7 @@ def _import_torch_file(
 def _read_models(archive: TorchFile, drop: tuple[str, ...]) -> Any:
     """Read those values of a file that hold only plain data and tensors; the others are not models."""
     if not isinstance(archive.content, dict):
-        return _read_archive(archive, drop, None)
+        return _read_archive(archive, drop, keep=None)
     state = {}
     for key, value in archive.content.items():
         reader = archive.reader(drop)
@@ -277,6 +285,7 @@ def _drop_tensors(tensors: Mapping[str, Any], drop: tuple[str, ...], source: Str
 
 
 def _sizes(value: Any) -> Iterable[int]:
+    """Yield the sizes in bytes of all sources in a nest."""
     if isinstance(value, TensorSource):
         yield math.prod(value.shape) * value.dtype.itemsize
     elif isinstance(value, Mapping):
@@ -287,9 +296,10 @@ def _sizes(value: Any) -> Iterable[int]:
             yield from _sizes(item)
 
 
-def _count_reads(value: Any, on_bytes: Callable[[int], None]) -> Any:
+def _count_reads(value: Any, progress: _ReadProgress) -> Any:
+    """Return a nest whose sources add to a progress what is read of them."""
     if isinstance(value, TensorSource):
-        return Counted(source=value, on_bytes=on_bytes)
+        return CountedTensor(source=value, on_bytes=progress.add)
     if type(value) is dict:
-        return {key: _count_reads(item, on_bytes) for key, item in value.items()}
-    return [_count_reads(item, on_bytes) for item in value] if type(value) is list else value
+        return {key: _count_reads(item, progress) for key, item in value.items()}
+    return [_count_reads(item, progress) for item in value] if type(value) is list else value

@@ -16,7 +16,7 @@ from fsdp_core.checkpoint.importing.optimizer_states import (
     name_parameters,
     unflatten,
 )
-from fsdp_core.checkpoint.importing.tensors import StridedTensor, read_whole
+from fsdp_core.checkpoint.importing.tensors import StridedTensor, read_full
 from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
 from fsdp_core.state.chunks import TensorSource
 from fsdp_core.state.fqn import clean_name
@@ -25,13 +25,10 @@ __all__ = ["KEPT_WITH_WEIGHTS", "Imported", "convert_trainer_state", "convert_us
 
 TRAINER_MARK = "pytorch-lightning_version"
 
-KEPT_WITH_WEIGHTS = frozenset(
-    (
-        *("epoch", "global_step", "loops", TRAINER_MARK),
-        *("hparams_name", "hyper_parameters", "hparams_type"),
-        *("datamodule_hparams_name", "datamodule_hyper_parameters", "datamodule_hparams_type"),
-    )
-)
+_PROGRESS_KEYS = ("epoch", "global_step", "loops", TRAINER_MARK)
+_MODULE_KEYS = ("hparams_name", "hyper_parameters", "hparams_type")
+_DATAMODULE_KEYS = ("datamodule_hparams_name", "datamodule_hyper_parameters", "datamodule_hparams_type")
+KEPT_WITH_WEIGHTS = frozenset((*_PROGRESS_KEYS, *_MODULE_KEYS, *_DATAMODULE_KEYS))
 """The keys that the Trainer's ``save_weights_only`` keeps in addition to the weights."""
 
 
@@ -41,8 +38,8 @@ class Imported:
 
     Attributes:
         state: The nest.
-        kinds: Which parts of it are a model's or an optimizer's.
-        aliases: Additional names of tied parameters.
+        kinds: ``"model"`` or ``"optimizer"``, by the path of a part of the nest.
+        aliases: The path of a tied parameter's first name, by that of each additional name.
         source: A description of the source, for people.
         is_trainer_state: Whether the nest is that of a Trainer checkpoint.
         notes: Notes for the user on how it was read.
@@ -79,7 +76,7 @@ def convert_trainer_state(
     state: dict[str, Any] = {"model": _clean_names(model)}
     imported = Imported(state=state, kinds={"model": "model"}, source=source, is_trainer_state=True)
     aliases = _aliases(state["model"])
-    imported.aliases = {join_path("model", a): join_path("model", b) for a, b in aliases.items()}
+    imported.aliases = {join_path("model", name): join_path("model", first) for name, first in aliases.items()}
     if optimizers is not None:
         shapes = _parameter_shapes(state["model"], aliases)
         state["optimizer"] = [
@@ -107,7 +104,7 @@ def convert_user_state(
         CheckpointFormatError: There is no model in it.
         CheckpointMismatchError: It is not certain which parameters an optimizer's state is of.
     """
-    nest = _with_model(nest)
+    nest = _with_tensors_under_model(nest)
     models = {key: _clean_names(value) for key, value in nest.items() if is_model(value)}
     if not models:
         raise CheckpointFormatError(
@@ -119,7 +116,7 @@ def convert_user_state(
         aliases = _aliases(model)
         shapes[key] = _parameter_shapes(model, aliases)
         imported.kinds[join_path(key)] = "model"
-        imported.aliases.update({join_path(key, a): join_path(key, b) for a, b in aliases.items()})
+        imported.aliases.update({join_path(key, name): join_path(key, first) for name, first in aliases.items()})
     for key, value in nest.items():
         optimizer = unflatten(value) if is_flattened(value) else value
         if key in models:
@@ -143,7 +140,7 @@ def is_model(value: Any) -> bool:
     return (
         isinstance(value, Mapping)
         and not is_flattened(value)
-        and any(_trainable(leaf) and len(leaf.shape) > 0 for leaf in value.values())
+        and any(_is_trainable(leaf) and len(leaf.shape) > 0 for leaf in value.values())
         and all(
             isinstance(name, str) and (isinstance(leaf, TensorSource) or name.endswith("_extra_state"))
             for name, leaf in value.items()
@@ -151,11 +148,11 @@ def is_model(value: Any) -> bool:
     )
 
 
-def _trainable(leaf: Any) -> bool:
+def _is_trainable(leaf: Any) -> bool:
     return isinstance(leaf, TensorSource) and (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
 
 
-def _with_model(nest: Mapping[str, Any]) -> dict[str, Any]:
+def _with_tensors_under_model(nest: Mapping[str, Any]) -> dict[str, Any]:
     """Move tensors at the top of a nest under ``model``, if there is no other model."""
     model = {key: leaf for key, leaf in nest.items() if isinstance(leaf, TensorSource) or key.endswith("_extra_state")}
     if not model or any(map(is_model, nest.values())) or "model" in nest:
@@ -192,7 +189,7 @@ def _aliases(model: Mapping[str, Any]) -> dict[str, str]:
 
 def _parameter_shapes(model: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of tensors that may be parameters: without aliases and integers."""
-    return {name: tuple(leaf.shape) for name, leaf in model.items() if _trainable(leaf) and name not in aliases}
+    return {name: tuple(leaf.shape) for name, leaf in model.items() if _is_trainable(leaf) and name not in aliases}
 
 
 def _shapes_for_optimizer(
@@ -227,7 +224,7 @@ def _read_into_memory(value: Any) -> Any:
     """Return plain data with its tensors read into memory; they are small."""
     if isinstance(value, TensorSource):
         current_budget().charge(math.prod(value.shape) * value.dtype.itemsize)
-        return read_whole(value)
+        return read_full(value)
     if type(value) is dict:
         return {key: _read_into_memory(item) for key, item in value.items()}
     if type(value) in (list, tuple):

@@ -41,10 +41,10 @@ class MemoryBudget:
             self.require(0)
 
     def require(self, nbytes: int) -> None:
-        """Raise unless this much more could be charged, without charging it.
+        """Refuse to take this much more memory, without counting it.
 
         Raises:
-            CheckpointFormatError: It could not.
+            CheckpointFormatError: It would be more than the import may take.
         """
         if self._source_bytes is not None and self.used + nbytes > self._limit:
             self._limit += _SOURCE_FACTOR * self._source_bytes()
@@ -66,6 +66,7 @@ class MemoryBudget:
             self.used = used
 
 
+#: The budget of the running import.
 _CURRENT: ContextVar[MemoryBudget | None] = ContextVar("fsdp_core_import_memory", default=None)
 
 
@@ -101,5 +102,6 @@ def json_bytes(text: str) -> int:
 
 def memory_of_json(text: bytes) -> int:
     """Return an upper bound of the memory that parsing a JSON text takes."""
+    # Each sign stands for what it makes: a dict, a list, an entry of a dict, an item or another entry.
     bytes_per_sign = {b"{": 250, b"[": 100, b":": 100, b",": 70}
     return len(text) + sum(nbytes * text.count(sign) for sign, nbytes in bytes_per_sign.items())

@@ -101,7 +101,7 @@ class ParameterOrder:
         self._used_count = 0
         self.notes: list[str] = []
 
-    def names(self, title: str, state: Mapping[str, Any], shapes: Mapping[str, Shape]) -> dict[int, str]:
+    def find_names(self, title: str, state: Mapping[str, Any], shapes: Mapping[str, Shape]) -> dict[int, str]:
         """Return the name of each numbered parameter.
 
         Args:
@@ -146,7 +146,7 @@ class ParameterOrder:
 
     def _use_given_order(
         self,
-        optimizer: str,
+        title: str,
         numbers: Sequence[int],
         state_shapes: Sequence[set[Shape]],
         shapes: Mapping[str, Shape],
@@ -156,7 +156,7 @@ class ParameterOrder:
         self._used_count += len(numbers)
         if len(listed_names) != len(numbers) or len(set(listed_names)) != len(listed_names):
             raise CheckpointMismatchError(
-                f"{optimizer} has {len(numbers)} parameters, and --parameter-order gives {len(set(listed_names))} "
+                f"{title} has {len(numbers)} parameters, and --parameter-order gives {len(set(listed_names))} "
                 "different names for them. Write one name per line, one optimizer after the other."
             )
         for name, shapes_of_state in zip(listed_names, state_shapes, strict=True):
@@ -164,7 +164,7 @@ class ParameterOrder:
                 raise CheckpointMismatchError(f"--parameter-order names {name!r}, which the model does not have.")
             if not _can_have_state(shapes[name], shapes_of_state):
                 raise CheckpointMismatchError(
-                    f"--parameter-order lists {name!r} of shape {shapes[name]} where {optimizer} holds state of "
+                    f"--parameter-order lists {name!r} of shape {shapes[name]} where {title} holds state of "
                     "another shape. Correct the order."
                 )
         return dict(zip(numbers, listed_names, strict=True))
@@ -198,7 +198,7 @@ def name_parameters(title: str, saved: Mapping[str, Any], shapes: Mapping[str, S
     keys = {key for group in state[_GROUPS] for key in group["params"]}
     names: dict[Any, str]  # the parameter's name by its key in the state
     if any(type(key) is int for key in keys):
-        names = order.names(title, state, shapes)
+        names = order.find_names(title, state, shapes)
     else:
         names = {str(key): clean_name(str(key)) for key in keys}
     unknown_keys = [key for key in state[_STATE] if key not in names]

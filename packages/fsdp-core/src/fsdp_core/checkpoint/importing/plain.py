@@ -16,7 +16,7 @@ import torch
 from fsdp_core.checkpoint.format.named_code import INSTANTIATOR, INSTANTIATORS
 from fsdp_core.checkpoint.format.state_paths import join_path, split_path
 from fsdp_core.checkpoint.importing.memory_budget import current_budget, json_bytes
-from fsdp_core.checkpoint.importing.unpickling import Name, Named
+from fsdp_core.checkpoint.importing.unpickling import RecordedCall, RecordedName
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
 from fsdp_core.state.chunks import TensorSource
 
@@ -92,24 +92,24 @@ class PlainReader:
 
     def _read(self, value: Any, keys: Keys) -> Any:
         self._budget.charge(_bytes_to_charge(value))
-        if isinstance(value, Named):
-            return self._rebuild(value, keys)
-        if isinstance(value, Name):
+        if isinstance(value, RecordedCall):
+            return self._call_maker(value, keys)
+        if isinstance(value, RecordedName):
             return self._read_name(value, keys)
         if isinstance(value, dict):
-            return dict(self._pairs(value.items(), keys))
+            return dict(self._read_pairs(value.items(), keys))
         if isinstance(value, list):
-            return self._items(value, keys)
+            return self._read_items(value, keys)
         if isinstance(value, tuple):
-            return tuple(self._items(value, keys))
+            return tuple(self._read_items(value, keys))
         if isinstance(value, set | frozenset):
-            return type(value)(self._items(value, keys))
+            return type(value)(self._read_items(value, keys))
         if isinstance(value, Storage):
             self.refuse(keys, "the storage of a tensor, without a shape")
             return None
         return value
 
-    def check(self, source: object) -> None:
+    def raise_if_refused(self, source: object) -> None:
         """Raise an error if values were refused.
 
         Raises:
@@ -134,7 +134,7 @@ class PlainReader:
             )
         )
 
-    def check_dropped(self, source: object, keys_in_source: Iterable[str]) -> None:
+    def refuse_unfound_drops(self, source: object, keys_in_source: Iterable[str]) -> None:
         """Refuse paths to drop that do not exist.
 
         Raises:
@@ -151,19 +151,19 @@ class PlainReader:
         if len(self.refused) < _MOST_SHOWN:
             self.refused.setdefault(join_path(*keys), why)
 
-    def refuse_with(self, other: PlainReader) -> None:
-        """Record what another reader has refused."""
+    def add_refusals_of(self, other: PlainReader) -> None:
+        """Record the values that another reader has refused."""
         self.refusals += other.refusals
         self.refused.update(list(other.refused.items())[: _MOST_SHOWN - len(self.refused)])
 
-    def drops(self, keys: Keys) -> bool:
-        """Return whether a path is dropped."""
+    def matches_drop(self, keys: Keys) -> bool:
+        """Return whether a path is to be dropped, and record that it was found."""
         if keys in self._drop:
             self._dropped.add(keys)
             return True
         return False
 
-    def _pairs(self, pairs: Iterable[tuple[Any, Any]], keys: Keys) -> list[tuple[Any, Any]]:
+    def _read_pairs(self, pairs: Iterable[tuple[Any, Any]], keys: Keys) -> list[tuple[Any, Any]]:
         read = []
         for raw_key, item in pairs:
             key = self._read(raw_key, keys)
@@ -173,7 +173,7 @@ class PlainReader:
             except TypeError:
                 self.refuse(item_keys, f"a {type(key).__name__} can't be a key")
                 continue
-            if self.drops(item_keys):
+            if self.matches_drop(item_keys):
                 continue
             if key == INSTANTIATOR and item not in INSTANTIATORS:
                 self.refuse(item_keys, "the name of code that Lightning would import and call")
@@ -181,34 +181,35 @@ class PlainReader:
             read.append((key, self._read(item, item_keys)))
         return read
 
-    def _items(self, items: Iterable[Any], keys: Keys) -> list[Any]:
+    def _read_items(self, items: Iterable[Any], keys: Keys) -> list[Any]:
         return [self._read(item, (*keys, str(index))) for index, item in enumerate(items)]
 
-    def _read_name(self, value: Name, keys: Keys) -> Any:
+    def _read_name(self, value: RecordedName, keys: Keys) -> Any:
         dtype = _dtype_of(value)
         if dtype is None:
             self.refuse(keys, f"{value.name}, which is code")
         return dtype
 
-    def _argument(self, value: Any, keys: Keys) -> Any:
+    def _read_argument(self, value: Any, keys: Keys) -> Any:
         """An argument of a call. It may also be a name or a storage, which the callee interprets."""
-        if isinstance(value, Name):
+        if isinstance(value, RecordedName):
             return _dtype_of(value) or value
         if isinstance(value, str):  # charged less than a value, since it is not written itself
             self._budget.charge(_VALUE_BYTES + 2 * len(value))
             return value
         return value if isinstance(value, Storage) else self._read(value, keys)
 
-    def _rebuild(self, value: Named, keys: Keys) -> Any:
+    def _call_maker(self, value: RecordedCall, keys: Keys) -> Any:
+        """Make what stands for the result of a call; ``None``, with a record of it, where that can't be made."""
         make = self._makers.get(value.name)
         if make is None or value.kwargs:
             self.refuse(keys, value.name)
             return None
         refusals_before = self.refusals
-        args = tuple(self._argument(arg, keys) for arg in value.args)
+        args = tuple(self._read_argument(arg, keys) for arg in value.args)
         state = self._read(value.state, keys)
-        pairs = self._pairs(value.pairs, keys)
-        items = self._items(value.items, keys)
+        pairs = self._read_pairs(value.pairs, keys)
+        items = self._read_items(value.items, keys)
         if self.refusals > refusals_before:
             return None
         try:
@@ -235,7 +236,7 @@ def _bytes_to_charge(value: Any) -> int:
     value_type: type = type(value)
     if value_type in _CONTAINER_BYTES:
         return _CONTAINER_BYTES[value_type] + (_ENTRY_BYTES * len(value) if value_type is dict else 0)
-    if isinstance(value, Named):
+    if isinstance(value, RecordedCall):
         return _CALL_BYTES + _ENTRY_BYTES * (len(value.pairs) + len(value.items))
     if value_type is str:
         return _VALUE_BYTES + len(value) + int(_JSON_COPIES * json_bytes(value))
@@ -246,7 +247,7 @@ def _bytes_to_charge(value: Any) -> int:
     return 2 * _VALUE_BYTES if value_type is float else _VALUE_BYTES
 
 
-def _dtype_of(value: Name) -> torch.dtype | None:
+def _dtype_of(value: RecordedName) -> torch.dtype | None:
     return _DTYPES.get(value.name)
 
 
@@ -254,29 +255,29 @@ def _quote_path(path: str) -> str:
     return path if re.fullmatch(r"[\w./%@:+-]+", path) else "'" + path.replace("'", "'\\''") + "'"
 
 
-def _namespace(args: tuple[Any, ...], state: Any) -> argparse.Namespace:
+def _make_namespace(args: tuple[Any, ...], state: Any) -> argparse.Namespace:
     return argparse.Namespace(**(state or {}))
 
 
-def _default_dict(args: tuple[Any, ...], state: Any) -> Any:
+def _make_default_dict(args: tuple[Any, ...], state: Any) -> Any:
     factory = args[0] if args else None
     return defaultdict(None if factory is None else _FACTORIES[factory.name])
 
 
-def _encode_text(args: tuple[Any, ...], state: Any) -> bytes:
+def _make_encoded_text(args: tuple[Any, ...], state: Any) -> bytes:
     text, encoding = args
     if encoding not in ("latin1", "latin-1"):
         raise ValueError(f"bytes are not written as {encoding!r}")
     return bytes(text.encode("latin1"))
 
 
-def _bytes(args: tuple[Any, ...], state: Any) -> bytes:
+def _make_bytes(args: tuple[Any, ...], state: Any) -> bytes:
     if len(args) == 2:
-        return _encode_text(args, state)
+        return _make_encoded_text(args, state)
     return bytes(args[0]) if args else b""
 
 
-def _numpy_dtype(args: tuple[Any, ...], state: Any) -> Any:
+def _make_numpy_dtype(args: tuple[Any, ...], state: Any) -> Any:
     import numpy
 
     code = str(args[0])
@@ -286,21 +287,21 @@ def _numpy_dtype(args: tuple[Any, ...], state: Any) -> Any:
     return numpy.dtype(code if order in "=|" else order + code)
 
 
-def _numpy_scalar(args: tuple[Any, ...], state: Any) -> Any:
+def _make_numpy_scalar(args: tuple[Any, ...], state: Any) -> Any:
     import numpy
 
     dtype, data = args
     return numpy.frombuffer(data, dtype=dtype, count=1)[0]
 
 
-def _numpy_array(args: tuple[Any, ...], state: Any) -> Any:
+def _make_numpy_array(args: tuple[Any, ...], state: Any) -> Any:
     import numpy
 
     _, shape, dtype, by_columns, data = state
     return numpy.frombuffer(data, dtype=dtype).reshape(shape, order="F" if by_columns else "C").copy()
 
 
-def _numpy_buffer(args: tuple[Any, ...], state: Any) -> Any:
+def _make_numpy_buffer(args: tuple[Any, ...], state: Any) -> Any:
     import numpy
 
     data, dtype, shape, order = args
@@ -323,14 +324,14 @@ _PATHS = ("pathlib", "pathlib._local")
 _MAKERS: dict[str, Make] = {
     "collections.OrderedDict": _call_with_args(OrderedDict),
     "collections.Counter": _call_with_args(Counter),
-    "collections.defaultdict": _default_dict,
+    "collections.defaultdict": _make_default_dict,
     "builtins.set": _call_with_args(set),
     "builtins.frozenset": _call_with_args(frozenset),
     "builtins.complex": _call_with_args(complex),
-    "builtins.bytes": _bytes,
-    "builtins.bytearray": _bytes,
-    "_codecs.encode": _encode_text,
-    "argparse.Namespace": _namespace,
+    "builtins.bytes": _make_bytes,
+    "builtins.bytearray": _make_bytes,
+    "_codecs.encode": _make_encoded_text,
+    "argparse.Namespace": _make_namespace,
     "datetime.date": _call_with_args(date),
     "datetime.datetime": _call_with_args(datetime),
     "datetime.time": _call_with_args(time),
@@ -339,10 +340,10 @@ _MAKERS: dict[str, Make] = {
     "torch.Size": _call_with_args(torch.Size),
     "torch.device": _call_with_args(torch.device),
     "torch.torch_version.TorchVersion": _call_with_args(str),
-    "numpy.dtype": _numpy_dtype,
-    **_makers_in_modules((f"{core}.multiarray" for core in _NUMPY), "scalar", _numpy_scalar),
-    **_makers_in_modules((f"{core}.multiarray" for core in _NUMPY), "_reconstruct", _numpy_array),
-    **_makers_in_modules((f"{core}.numeric" for core in _NUMPY), "_frombuffer", _numpy_buffer),
+    "numpy.dtype": _make_numpy_dtype,
+    **_makers_in_modules((f"{core}.multiarray" for core in _NUMPY), "scalar", _make_numpy_scalar),
+    **_makers_in_modules((f"{core}.multiarray" for core in _NUMPY), "_reconstruct", _make_numpy_array),
+    **_makers_in_modules((f"{core}.numeric" for core in _NUMPY), "_frombuffer", _make_numpy_buffer),
     **_makers_in_modules((f"{root}.utilities.parsing" for root in _LIGHTNING), "AttributeDict", _call_with_args(dict)),
     **_makers_in_modules((f"{root}.utilities.data" for root in _LIGHTNING), "AttributeDict", _call_with_args(dict)),
     **_makers_in_modules(_PATHS, "PosixPath", _call_with_args(PurePosixPath)),

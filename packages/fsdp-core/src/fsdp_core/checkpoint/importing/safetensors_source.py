@@ -9,7 +9,7 @@ from fsdp_core.checkpoint.format.safetensors_file import parse_header
 from fsdp_core.checkpoint.format.safetensors_header import MAX_HEADER_BYTES
 from fsdp_core.checkpoint.importing.files import SourceFile, open_file
 from fsdp_core.checkpoint.importing.memory_budget import current_budget, memory_of_json
-from fsdp_core.checkpoint.importing.tensors import InPieces, Piece, StridedTensor
+from fsdp_core.checkpoint.importing.tensors import Piece, StridedTensor, TensorInPieces
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
 from fsdp_core.errors import CheckpointFormatError
 from fsdp_core.state.boxes import row_major_strides
@@ -53,7 +53,7 @@ def read_safetensors_file(file: SourceFile) -> dict[str, StridedTensor]:
     }
 
 
-def read_safetensors_folder(folder: Folder) -> dict[str, StridedTensor | InPieces]:
+def read_safetensors_folder(folder: Folder) -> dict[str, StridedTensor | TensorInPieces]:
     """The tensors of all files of a folder, by name.
 
     Args:
@@ -77,7 +77,7 @@ def read_safetensors_folder(folder: Folder) -> dict[str, StridedTensor | InPiece
         file_names = [name for name in listed_names if name.endswith(SUFFIX)]
     files = [open_file(folder, name) for name in file_names]
     pieces: dict[str, list[Piece]] = {}
-    tensors: dict[str, StridedTensor | InPieces] = {}
+    tensors: dict[str, StridedTensor | TensorInPieces] = {}
     for file in files:
         offsets_of_pieces = _read_offsets(file)
         for name, tensor in read_safetensors_file(file).items():
@@ -103,7 +103,7 @@ def read_safetensors_folder(folder: Folder) -> dict[str, StridedTensor | InPiece
     for name, parts in pieces.items():
         # Several ranks may have written a piece that is replicated; one of each is taken.
         distinct_parts = {part.offsets: part for part in parts if 0 not in part.lengths}
-        tensors[name] = InPieces(
+        tensors[name] = TensorInPieces(
             name=name,
             shape=_full_shape(parts),
             dtype=parts[0].source.dtype,

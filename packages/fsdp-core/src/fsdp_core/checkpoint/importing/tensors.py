@@ -17,7 +17,7 @@ from fsdp_core.state.chunks import TensorSource
 from fsdp_core.state.coverage import find_fault
 from fsdp_core.state.dtypes import dtype_name
 
-__all__ = ["Cast", "Counted", "FlatRange", "InPieces", "Piece", "StridedTensor", "read_whole"]
+__all__ = ["CastTensor", "CountedTensor", "FlatRange", "Piece", "StridedTensor", "TensorInPieces", "read_full"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InPieces:
+class TensorInPieces:
     """A tensor whose boxes are held by several sources.
 
     Attributes:
@@ -174,7 +174,7 @@ class FlatRange:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cast:
+class CastTensor:
     """A source, converted to another dtype while it is read."""
 
     source: TensorSource
@@ -191,7 +191,7 @@ class Cast:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counted:
+class CountedTensor:
     """A source that reports the number of bytes read, to show progress."""
 
     source: TensorSource
@@ -214,6 +214,6 @@ class Counted:
         return box
 
 
-def read_whole(source: TensorSource) -> Tensor:
+def read_full(source: TensorSource) -> Tensor:
     """Read all of a source."""
     return source.read((0,) * len(source.shape), tuple(source.shape))

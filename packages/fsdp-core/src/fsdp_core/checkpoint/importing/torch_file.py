@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from fsdp_core.checkpoint.importing.files import SourceFile, Window
+from fsdp_core.checkpoint.importing.files import FileWindow, SourceFile
 from fsdp_core.checkpoint.importing.memory_budget import current_budget
 from fsdp_core.checkpoint.importing.plain import Make, PlainReader, Storage
 from fsdp_core.checkpoint.importing.tensors import StridedTensor
-from fsdp_core.checkpoint.importing.unpickling import MAX_PICKLE_BYTES, Name, unpickle
+from fsdp_core.checkpoint.importing.unpickling import MAX_PICKLE_BYTES, RecordedName, unpickle
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
 from fsdp_core.state.boxes import is_shape
 from fsdp_core.state.dtypes import SAFETENSORS_NAMES, dtype_name
@@ -64,7 +64,7 @@ class TorchFile:
         # A whole file may hold a few expanded tensors, however small it is; a range of a file may not.
         self._tensor_bytes_left = (stop - start) * _MAX_EXPANSION + (_SPARE_BYTES if end is None else 0)
         self._charged_tensors: set[tuple[Any, ...]] = set()
-        stream = io.BufferedReader(_Directory(file, start, stop))
+        stream = io.BufferedReader(_ChargedDirectory(file, start, stop))
         try:
             with zipfile.ZipFile(stream) as archive:
                 self._entries = {info.filename: info for info in archive.infolist()}
@@ -83,11 +83,11 @@ class TorchFile:
                 + ("it is a TorchScript program. " if roots else "it is another kind of zip archive. ")
                 + "Save the model's state_dict() with torch.save, and import that."
             )
-        if self._bytes("byteorder", b"little") != b"little":
+        if self._read_entry("byteorder", b"little") != b"little":
             raise CheckpointFormatError(
                 f"{file} was saved on a big-endian machine: load it there, and save it as safetensors."
             )
-        self.content = unpickle(self._bytes("data.pkl", None), str(file), self._resolve_storage)
+        self.content = unpickle(self._read_entry("data.pkl", None), str(file), self._resolve_storage)
 
     def reader(self, drop: Iterable[str] = ()) -> PlainReader:
         """A reader that converts :attr:`content` to plain data and tensors, without the paths in ``drop``."""
@@ -95,16 +95,16 @@ class TorchFile:
             {**self._tensor_makers(), "torch._tensor._rebuild_from_type_v2": self._rebuild_from_type}, drop
         )
 
-    def _bytes(self, name: str, default: bytes | None) -> bytes:
+    def _read_entry(self, name: str, default: bytes | None) -> bytes:
         info = self._entries.get(f"{self._root}/{name}")
         if info is None and default is not None:
             return default
-        start, size = self._span(name)
+        start, size = self._find_entry(name)
         if size > MAX_PICKLE_BYTES:
             raise CheckpointFormatError(f"{self.file} holds {name} of {size} bytes, which is too large for plain data")
         return self.file.read(start, start + size)
 
-    def _span(self, name: str) -> tuple[int, int]:
+    def _find_entry(self, name: str) -> tuple[int, int]:
         """The first byte and the size of an entry, which must be stored uncompressed."""
         info = self._entries.get(f"{self._root}/{name}")
         if info is None:
@@ -119,7 +119,7 @@ class TorchFile:
         return start, info.file_size
 
     def _resolve_storage(self, pid: Any) -> Storage:
-        if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage" and isinstance(pid[1], Name)):
+        if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage" and isinstance(pid[1], RecordedName)):
             raise CheckpointFormatError(
                 f"{self.file} refers to a {type(pid).__name__} outside of its pickle that is not a tensor's storage"
             )
@@ -133,10 +133,13 @@ class TorchFile:
         return Storage(key=key, dtype=dtype, nbytes=count * (1 if dtype is None else dtype.itemsize))
 
     def _tensor_makers(self) -> dict[str, Make]:
+        # The first four arguments are always the storage, the index of the first element, the shape and the strides.
         return {
-            "torch._utils._rebuild_tensor": lambda args, _: self._make_tensor(args[:4]),
-            "torch._utils._rebuild_tensor_v2": lambda args, _: self._make_tensor(args[:4], marks=args[6:]),
-            "torch._utils._rebuild_tensor_v3": lambda args, _: self._make_tensor(args[:4], args[6], args[7:]),
+            "torch._utils._rebuild_tensor": lambda args, _: self._make_tensor(*args[:4]),
+            "torch._utils._rebuild_tensor_v2": lambda args, _: self._make_tensor(*args[:4], marks=args[6:]),
+            "torch._utils._rebuild_tensor_v3": lambda args, _: self._make_tensor(
+                *args[:4], dtype=args[6], marks=args[7:]
+            ),
             "torch._utils._rebuild_parameter": lambda args, _: args[0],
             "torch._utils._rebuild_parameter_with_state": lambda args, _: args[0],
             "torch._utils._rebuild_device_tensor_from_cpu_tensor": lambda args, _: args[0],
@@ -155,9 +158,9 @@ class TorchFile:
         return self._tensor_makers()[make.name](inner, None)
 
     def _make_tensor(
-        self, description: tuple[Any, ...], dtype: Any = None, marks: tuple[Any, ...] = ()
+        self, storage: Any, first: Any, shape: Any, stride: Any, *, dtype: Any = None, marks: tuple[Any, ...] = ()
     ) -> StridedTensor:
-        storage, first, shape, stride = description
+        """Describe a tensor; ``marks`` are torch's, such as that elements are to be conjugated when they are read."""
         if not isinstance(storage, Storage):
             raise CheckpointValueError("a tensor without a storage")
         dtype = dtype or storage.dtype
@@ -173,7 +176,7 @@ class TorchFile:
         ):
             raise CheckpointFormatError(f"a tensor of shape {tuple(shape)} and strides {tuple(stride)}")
         last = first + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-        start, size = self._span(f"data/{storage.key}")
+        start, size = self._find_entry(f"data/{storage.key}")
         if math.prod(shape) and (last + 1) * dtype.itemsize > min(size, storage.nbytes):
             raise CheckpointFormatError(
                 f"a tensor of shape {tuple(shape)} beyond the {min(size, storage.nbytes)} bytes of its storage"
@@ -200,7 +203,7 @@ class TorchFile:
             )
 
 
-class _Directory(Window):
+class _ChargedDirectory(FileWindow):
     """A stream of a zip archive whose directory is to be read, which charges for what zipfile makes of it."""
 
     def __init__(self, file: SourceFile, start: int, end: int) -> None:

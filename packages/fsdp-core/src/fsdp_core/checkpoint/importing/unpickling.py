@@ -13,7 +13,7 @@ from fsdp_core.checkpoint.format.json_text import MAX_DIGITS
 from fsdp_core.checkpoint.importing.memory_budget import MemoryBudget, current_budget
 from fsdp_core.errors import CheckpointFormatError
 
-__all__ = ["MAX_PICKLE_BYTES", "Name", "Named", "unpickle"]
+__all__ = ["MAX_PICKLE_BYTES", "RecordedCall", "RecordedName", "unpickle"]
 
 MAX_PICKLE_BYTES = 2**28
 """The maximum size of a pickle; tensors are stored outside of it."""
@@ -24,7 +24,7 @@ _MIN_REFUSED_INTEGER = 10**MAX_DIGITS  # Python does not write it in digits, so 
 _OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 
-class Name(type):
+class RecordedName(type):
     """A name that the pickle would import, such as ``collections.OrderedDict``: a class, which can be called.
 
     Attributes:
@@ -34,8 +34,8 @@ class Name(type):
     name: str
 
 
-class Named:
-    """An object that the pickle would create by calling a name. Its class is the :class:`Name`.
+class RecordedCall:
+    """An object that the pickle would create by calling a name. Its class is the :class:`RecordedName`.
 
     Attributes:
         name: The name.
@@ -55,7 +55,7 @@ class Named:
     pairs: list[tuple[Any, Any]]
     items: list[Any]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Named:
+    def __new__(cls, *args: Any, **kwargs: Any) -> RecordedCall:
         """Record a call."""
         named = super().__new__(cls)
         named.args = args
@@ -89,8 +89,8 @@ def unpickle(data: bytes, where: str, on_persistent: Callable[[Any], Any] | None
         on_persistent: Resolves persistent ids, which :func:`torch.save` writes for storages.
 
     Returns:
-        Dicts, lists, tuples, sets, numbers, strings and bytes as they are; a :class:`Name` for any other name, and a
-        :class:`Named` for an object created from it.
+        Dicts, lists, tuples, sets, numbers, strings and bytes as they are; a :class:`RecordedName` for any other name,
+        and a :class:`RecordedCall` for an object created from it.
 
     Raises:
         CheckpointFormatError: It is not a pickle, or not one that libraries write for checkpoints; or it would take
@@ -105,7 +105,7 @@ def unpickle(data: bytes, where: str, on_persistent: Callable[[Any], Any] | None
     try:
         budget.charge(2 * len(data))
         _charge_operations(data, budget)
-        return _Recorder(data, on_persistent).load()
+        return _RecordingUnpickler(data, on_persistent).load()
     except CheckpointFormatError:
         raise
     except Exception as error:
@@ -114,21 +114,21 @@ def unpickle(data: bytes, where: str, on_persistent: Callable[[Any], Any] | None
         ) from error
 
 
-class _Recorder(Unpickler):
+class _RecordingUnpickler(Unpickler):
     """Python's unpickler, for which every name is a record."""
 
     def __init__(self, data: bytes, on_persistent: Callable[[Any], Any] | None) -> None:
         super().__init__(io.BytesIO(data), encoding="latin-1")
-        self._names: dict[str, Name] = {}
+        self._names: dict[str, RecordedName] = {}
         self._on_persistent = on_persistent
 
-    def find_class(self, module: str, name: str) -> Name:
+    def find_class(self, module: str, name: str) -> RecordedName:
         """Return a record of the name, the same one each time."""
         full_name = f"{_OLD_MODULES.get(module, module)}.{name}"
         if full_name not in self._names:
             if len(full_name) > _MAX_NAME_LENGTH:
                 raise ValueError(f"a name of more than {_MAX_NAME_LENGTH} characters")
-            self._names[full_name] = Name("Named", (Named,), {"__slots__": (), "name": full_name})
+            self._names[full_name] = RecordedName("RecordedCall", (RecordedCall,), {"__slots__": (), "name": full_name})
         return self._names[full_name]
 
     def persistent_load(self, pid: Any) -> Any:
@@ -155,6 +155,8 @@ _LONG_ARGUMENT = 2**16  # longer arguments are compared with the budget before t
 _TEXT_FACTOR = 5  # a text takes four bytes for each character if one is not Latin, and is read from its bytes
 _MAX_WEIGHT = 2**40
 
+# Names of operations, by what they do: store in the memo, load from it, and make tuples, entries of dicts, members of
+# sets.
 _PUTS = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE")
 _GETS = ("GET", "BINGET", "LONG_BINGET")
 _TUPLES = ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3")
@@ -197,7 +199,7 @@ def _charge_operations(data: bytes, budget: MemoryBudget) -> None:
         if name in _GETS:
             stack.append(memo.get(argument, 1))
             continue
-        if name == "POP" and marks and marks[-1] == len(stack):
+        if name == "POP" and marks and marks[-1] == len(stack):  # the mark is on top, and is what POP removes
             marks.pop()
             continue
         operands = operation.stack_before

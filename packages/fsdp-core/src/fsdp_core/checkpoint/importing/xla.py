@@ -12,7 +12,7 @@ import torch
 
 from fsdp_core.checkpoint.importing.files import SourceFile
 from fsdp_core.checkpoint.importing.optimizer_states import ParameterOrder, is_optimizer, name_parameters
-from fsdp_core.checkpoint.importing.tensors import Cast, FlatRange, InPieces, Piece
+from fsdp_core.checkpoint.importing.tensors import CastTensor, FlatRange, Piece, TensorInPieces
 from fsdp_core.checkpoint.importing.torch_file import TorchFile
 from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
 from fsdp_core.state.chunks import TensorSource
@@ -59,7 +59,7 @@ def read_xla(
     state: dict[str, Any] = {}
     for key, value in first_content.items():
         if key in models:
-            state[key] = layout.model([_content_of(rank, key) for rank in ranks])
+            state[key] = layout.join_model([_content_of(rank, key) for rank in ranks])
         elif weights_only or key == METADATA:
             continue
         elif is_optimizer(value):
@@ -70,7 +70,7 @@ def read_xla(
                 )
             model_states = [_content_of(rank, models[0]) for rank in ranks]
             optimizer_states = [_content_of(rank, key) for rank in ranks]
-            state[key] = layout.optimizer(key, model_states, optimizer_states, order)
+            state[key] = layout.join_optimizer(key, model_states, optimizer_states, order)
         else:
             state[key] = value
     return state
@@ -78,6 +78,8 @@ def read_xla(
 
 @dataclass(frozen=True, kw_only=True)
 class _Rank:
+    """The content of a rank's file, and what its ``shard_metadata`` says."""
+
     file: SourceFile
     content: Mapping[str, Any]
     metadata: Mapping[str, Any]
@@ -86,8 +88,8 @@ class _Rank:
     def read(cls, archive: TorchFile, drop: Iterable[str]) -> _Rank:
         reader = archive.reader(drop)
         content = reader.read(archive.content)
-        reader.check(archive.file)
-        reader.check_dropped(archive.file, content)
+        reader.raise_if_refused(archive.file)
+        reader.refuse_unfound_drops(archive.file, content)
         metadata = content[METADATA]
         if not isinstance(metadata, Mapping) or not all(
             type(metadata.get(key)) is value_type
@@ -160,17 +162,17 @@ class _Layout:
         self.flattened = rank.metadata["flatten_info"]
         self.buffers = {clean_name(str(name)): info for name, info in rank.metadata.get("buffer_info", {}).items()}
 
-    def model(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def join_model(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return a model's state, with sources of full tensors, from its state on each rank."""
         state: dict[str, Any] = {}
         for name, value in states[0].items():
             if _split_shard_name(name) is None:
-                state[clean_name(name)] = self._buffer(clean_name(name), value)
+                state[clean_name(name)] = self._restore_dtype(clean_name(name), value)
             else:
                 state.update(self._join_shards(name, [self._shard_of(rank_state, name) for rank_state in states]))
         return state
 
-    def optimizer(
+    def join_optimizer(
         self,
         key: str,
         models: Sequence[Mapping[str, Any]],
@@ -193,7 +195,7 @@ class _Layout:
         parameter_names = [name for group in named_groups for name in group["params"]]
         state: dict[str, dict[str, Any]] = {}
         for number, name in zip(numbers, parameter_names, strict=True):
-            parameters = self._parameters(shard_names[name])
+            parameters = self._find_parameters(shard_names[name])
             for state_key, value in states[0].get("state", {}).get(number, {}).items():
                 if isinstance(value, TensorSource) and tuple(value.shape) == shards[shard_names[name]]:
                     parts = [self._shard_of(part.get("state", {}).get(number, {}), state_key) for part in states]
@@ -203,7 +205,7 @@ class _Layout:
                 for parameter_name, parameter_value in values.items():
                     state.setdefault(parameter_name, {})[state_key] = parameter_value
         groups = [
-            {**group, "params": [p.name for name in group["params"] for p in self._parameters(shard_names[name])]}
+            {**group, "params": [p.name for name in group["params"] for p in self._find_parameters(shard_names[name])]}
             for group in named_groups
         ]
         return {"state": state, "param_groups": groups}
@@ -214,13 +216,15 @@ class _Layout:
             raise CheckpointFormatError(f"the shard {name!r} is not on all ranks of {self.file.folder}")
         return value
 
-    def _buffer(self, name: str, value: Any) -> Any:
+    def _restore_dtype(self, name: str, value: Any) -> Any:
+        """Return a buffer in the dtype that the user gave it, which torch_xla records when it saves another."""
         dtype = self.buffers.get(name, {}).get("_orig_dtype")
         if isinstance(value, TensorSource) and isinstance(dtype, torch.dtype) and dtype != value.dtype:
-            return Cast(source=value, dtype=dtype)
+            return CastTensor(source=value, dtype=dtype)
         return value
 
-    def _parameters(self, name: str) -> list[_Parameter]:
+    def _find_parameters(self, name: str) -> list[_Parameter]:
+        """Return the user's parameters in the shard of a name: several if it is of a flat parameter."""
         split = _split_shard_name(name)
         assert split is not None
         prefix, suffix = split
@@ -251,7 +255,7 @@ class _Layout:
         dtype = shards[0].dtype
         if any(tuple(shard.shape) != shape or shard.dtype != dtype for shard in shards):
             raise CheckpointFormatError(f"the ranks' shards of {name!r} have different shapes: {self.file.folder}")
-        parameters = self._parameters(name)
+        parameters = self._find_parameters(name)
         if len(shape) == 1:
             return {
                 p.name: FlatRange(shape=p.shape, dtype=dtype, start=p.start, pieces=tuple(shards)) for p in parameters
@@ -266,5 +270,5 @@ class _Layout:
             if rows > 0:
                 offsets = (begin, *(0 for _ in shape[1:]))
                 pieces.append(Piece(offsets=offsets, lengths=(rows, *shape[1:]), source=shard))
-        tensor = InPieces(name=parameter.name, shape=parameter.shape, dtype=dtype, pieces=tuple(pieces))
+        tensor = TensorInPieces(name=parameter.name, shape=parameter.shape, dtype=dtype, pieces=tuple(pieces))
         return {parameter.name: tensor}

@@ -126,9 +126,8 @@ def check_folder(out: StrPath, *, overwrite: bool, own_files: str) -> None:
 def _refuse_foreign(folder: Folder, own_files: str, name: str) -> None:
     foreign_files = [file for file in folder.files() if not re.fullmatch(own_files, file)]
     if foreign_files:
-        listed = ", ".join(foreign_files[:_MOST_SHOWN]) + (
-            f" and {len(foreign_files) - _MOST_SHOWN} more" if len(foreign_files) > _MOST_SHOWN else ""
-        )
+        more = f" and {len(foreign_files) - _MOST_SHOWN} more" if len(foreign_files) > _MOST_SHOWN else ""
+        listed = ", ".join(foreign_files[:_MOST_SHOWN]) + more
         raise CheckpointExistsError(
             f"{name} is a folder with something else in it ({listed}), which is not replaced: choose another path, or "
             "move that away"
@@ -154,7 +153,7 @@ def new_folder(out: StrPath, *, overwrite: bool, own_files: str) -> Iterator[Fol
     with named_errors(f"write {folder_to_write.final}"):
         try:
             yield folder_to_write.folder
-            folder_to_write.put(overwrite=overwrite, own_files=own_files)
+            folder_to_write.publish(overwrite=overwrite, own_files=own_files)
         except BaseException:
             folder_to_write.discard()
             raise
@@ -162,7 +161,7 @@ def new_folder(out: StrPath, *, overwrite: bool, own_files: str) -> Iterator[Fol
 
 @dataclass(frozen=True, kw_only=True)
 class NewFolder:
-    """A folder that is written beside its path, as :func:`new_folder` does it, in steps that several ranks take.
+    """A folder that is written beside its path and moved there: :func:`new_folder`, in steps that several ranks take.
 
     Attributes:
         final: The folder at its path.
@@ -182,7 +181,7 @@ class NewFolder:
         folder = replace(final, root=f"{final.root}.{token}.partial") if final.local else final
         return cls(final=final, folder=folder, token=token)
 
-    def put(self, *, overwrite: bool, own_files: str) -> None:
+    def publish(self, *, overwrite: bool, own_files: str) -> None:
         """Move the folder to its final path, where there may be an empty folder.
 
         Args:

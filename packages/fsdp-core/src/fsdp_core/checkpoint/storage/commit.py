@@ -47,8 +47,8 @@ class SaveTarget:
         is_written_beside: Whether to write to a folder next to the path, which is moved there at the end. That is done
             if nothing is at the path, so that it never holds a partial checkpoint, or if a file or a link is to be
             replaced.
-        fingerprint_before: The fingerprint of the manifest that was at the path.
-        expected: The identity of the file or link that was at the path.
+        fingerprint_before: The fingerprint of the manifest that was at the path when the save began.
+        replaced_identity: The identity of the file or link that was at the path, and is to be replaced.
         earlier_saves: The ids of saves of which there were files at the path.
     """
 
@@ -56,7 +56,7 @@ class SaveTarget:
     writer: Writer
     is_written_beside: bool
     fingerprint_before: str | None
-    expected: tuple[int, int] | None
+    replaced_identity: tuple[int, int] | None
     earlier_saves: frozenset[str] = frozenset()
 
     @property
@@ -102,7 +102,8 @@ class SaveTarget:
             folder.commit(MANIFEST, manifest, temporary=temporary)
             with final.locked():
                 try:
-                    folder.move_to(final, aside=f"{final.root}.{self.save_id}.replaced", expected=self.expected)
+                    aside = f"{final.root}.{self.save_id}.replaced"
+                    folder.move_to(final, aside=aside, expected=self.replaced_identity)
                 except FileExistsError as error:
                     raise another_was_saved(final) from error
             return None
@@ -111,6 +112,7 @@ class SaveTarget:
             if previous is not None and fingerprint(previous) != self.fingerprint_before:
                 raise another_was_saved(final)
             present_files = set(final.files())
+            # looked up again, since a listing of an object store may be outdated
             if any(name not in present_files and final.size(name) is None for name in files):
                 raise CheckpointExistsError(
                     f"another job has removed {final} and files of this save while this one saved there.\n"
@@ -122,22 +124,22 @@ class SaveTarget:
                 names = final.files()
                 # The other job does not know the manifest that this one has just replaced, so its files are removed
                 # here.
-                for name in _files_of(previous, names, _saves_with_mark(names)):
+                for name in _files_named_by(previous, names, _saves_with_mark(names)):
                     final.remove(name)
                 raise another_was_saved(final)
             return previous
 
-    def withdraw(self, manifest: bytes | None) -> bool:
+    def may_remove_files(self, manifest: bytes | None) -> bool:
         """Return whether a failed save may remove its files, because no manifest names them or ever will.
 
         Args:
-            manifest: The manifest that it has committed or failed to commit; ``None`` if it did not get that far.
+            manifest: The manifest that the save has committed or failed to commit; ``None`` if it did not get that far.
         """
         if manifest is None:
             return True
         try:
             return manifest_bytes(self.final) != manifest
-        except Exception:  # it can't be read, so it may be committed
+        except Exception:  # a manifest that can't be read may be the save's own
             return False
 
     def remove_files(self, *, of_rank: int | None = None) -> None:
@@ -167,7 +169,7 @@ class SaveTarget:
             writers = writers_by_name(names)
             standings = {name: writer.standing() for name, writer in writers.items()}
             dead_saves = _saves_and_replaced(writer for name, writer in writers.items() if standings[name] == "gone")
-            files_to_remove = _files_of(previous, names, _saves_with_mark(names))
+            files_to_remove = _files_named_by(previous, names, _saves_with_mark(names))
             # Read after the listing. If a writer committed and then died, this manifest is no longer the current one.
             is_current = manifest_bytes(final) == manifest
             if is_current:
@@ -230,7 +232,7 @@ def choose_target(path: StrPath, save_id: str, *, overwrite: bool) -> SaveTarget
         writer=new_writer(save_id, None if manifest_at_path is None else save_id_in(manifest_at_path)),
         is_written_beside=final.local and final_type != "folder",
         fingerprint_before=fingerprint(manifest_at_path),
-        expected=final.identity() if final_type in ("file", "link") else None,
+        replaced_identity=final.identity() if final_type in ("file", "link") else None,
         earlier_saves=frozenset(saves_in(final.files())) if final_type == "folder" else frozenset(),
     )
 
@@ -256,7 +258,7 @@ def _saves_and_replaced(writers: Iterable[Writer]) -> set[str]:
     return save_ids
 
 
-def _files_of(manifest: bytes | None, names: Collection[str], marked: Collection[str]) -> set[str]:
+def _files_named_by(manifest: bytes | None, names: Collection[str], marked: Collection[str]) -> set[str]:
     """Return the files of a replaced manifest, limited to names that a save gives.
 
     Args:
@@ -309,7 +311,7 @@ def files_named(manifest: bytes, names: Collection[str]) -> set[str]:
         manifest: The manifest.
         names: The files in the folder.
     """
-    return _files_of(manifest, names, _saves_with_mark(names))
+    return _files_named_by(manifest, names, _saves_with_mark(names))
 
 
 def remove_dead_partials(final: Folder) -> None:

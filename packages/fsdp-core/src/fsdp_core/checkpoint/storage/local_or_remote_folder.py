@@ -365,8 +365,8 @@ def _lock_folder(path: str) -> int | None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return descriptor
         except OSError as error:
-            is_held = isinstance(error, BlockingIOError)
-            if not is_held or time.monotonic() >= deadline:
+            is_locked_by_other = isinstance(error, BlockingIOError)  # else this file system has no locks for folders
+            if not is_locked_by_other or time.monotonic() >= deadline:
                 os.close(descriptor)
                 return None
         time.sleep(0.005)

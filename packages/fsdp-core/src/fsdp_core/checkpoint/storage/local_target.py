@@ -100,7 +100,7 @@ class LocalTarget:
         target.folder.sync()
         with final.locked():
             try:
-                target.folder.move_to(final, aside=self._path_aside, expected=target.expected, keep=True)
+                target.folder.move_to(final, aside=self._path_aside, expected=target.replaced_identity, keep=True)
             except FileExistsError as error:
                 raise another_was_saved(final) from error
 
@@ -116,7 +116,7 @@ class LocalTarget:
         for folder in self._folders_with_files():
             self._remove_claims(folder)
             folder.remove_empty()
-        if self.target.expected is not None and os.path.lexists(self._path_aside):
+        if self.target.replaced_identity is not None and os.path.lexists(self._path_aside):
             with suppress(OSError):  # a new owner of the path keeps it
                 if not os.path.lexists(self.target.final.root):
                     os.rename(self._path_aside, self.target.final.root)
@@ -145,7 +145,7 @@ class LocalTarget:
                     final.remove(name)
             self._remove_claims(final)
             final.remove_empty()
-            if self.target.expected is not None:
+            if self.target.replaced_identity is not None:
                 with suppress(FileNotFoundError):
                     os.unlink(self._path_aside)
             remove_dead_partials(final)

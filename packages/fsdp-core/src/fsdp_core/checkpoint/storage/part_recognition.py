@@ -13,7 +13,7 @@ from fsdp_core.checkpoint.format.places import describe_ranks, place_of
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
 from fsdp_core.checkpoint.storage.writers import writer_of
 
-__all__ = ["describe_part", "describe_rest", "gather_command", "holds_part", "records_in", "saves_in"]
+__all__ = ["describe_part", "describe_rest", "gather_command", "holds_rank_record", "records_in", "saves_in"]
 
 _RECORD = re.compile(r"parts/(?P<save>[0-9a-f]{12})-rank-(?P<rank>\d{5,15})\.json")
 _MOST_SHOWN = 4
@@ -33,7 +33,7 @@ def saves_in(names: Collection[str]) -> dict[str, list[int]]:
     return ranks_of_save
 
 
-def holds_part(names: Collection[str]) -> bool:
+def holds_rank_record(names: Collection[str]) -> bool:
     """Return whether a folder without a manifest is a place of a scattered save that was published there.
 
     A place with a writer's mark may have been left by a save that was interrupted before rank 0 has written the
@@ -94,7 +94,7 @@ def describe_part(folder: Folder, names: Collection[str]) -> str | None:
         sentences.append(text)
     more = f" and of {len(saves) - _MOST_SHOWN} more" if len(saves) > _MOST_SHOWN else ""
     unfinished = ""
-    if not holds_part(names):
+    if not holds_rank_record(names):
         unfinished = " That save is still running, or was interrupted."
     return f"{'; '.join(sentences)}{more}.{unfinished}\n{gather_command([str(folder)])}"
 

@@ -37,7 +37,7 @@ def read_plain(files: StoredFiles) -> Any:
     def has_tensor(tag: str, name: str) -> bool:
         if tag == "$saved":
             return manifest.aliases.get(name, name) in manifest.tensors
-        return manifest.state_tensors is not None  # whether that file has the tensor shows when it is read
+        return manifest.state_tensors is not None  # reading the tensor shows whether that file has it
 
     entry = manifest.files[manifest.state_file]
     try:

@@ -10,7 +10,7 @@ from fsdp_core.checkpoint.format.file_names import is_ours
 from fsdp_core.checkpoint.format.json_text import MAX_JSON_BYTES
 from fsdp_core.checkpoint.format.manifest import FORMAT, MANIFEST, Manifest
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath, open_folder
-from fsdp_core.checkpoint.storage.part_recognition import describe_part, holds_part, saves_in
+from fsdp_core.checkpoint.storage.part_recognition import describe_part, holds_rank_record, saves_in
 from fsdp_core.checkpoint.storage.remedies import remedy, unreadable
 from fsdp_core.errors import CheckpointFormatError
 
@@ -21,7 +21,7 @@ __all__ = [
     "is_checkpoint",
     "is_folder",
     "is_interrupted",
-    "is_place",
+    "is_scattered_part",
     "is_sharded",
     "manifest_bytes",
     "read_manifest",
@@ -109,8 +109,8 @@ def _explain_no_manifest(folder: Folder) -> str:
     return f"{folder} is not a checkpoint of this format: it has no {MANIFEST} (there is {listed}).\n{advice}"
 
 
-def is_place(path: StrPath) -> bool:
-    """Return whether a path is a folder without a manifest to which ranks of a scattered save have written."""
+def is_scattered_part(path: StrPath) -> bool:
+    """Return whether a path is a folder to which ranks of a scattered save have written, which holds a part of it."""
     folder = open_folder(path)
     return bool(folder.fs.isdir(folder.root)) and bool(saves_in(folder.files()))
 
@@ -126,7 +126,7 @@ def is_sharded(path: StrPath) -> bool:
     An empty folder, or one with files of something else, is not.
     """
     folder = open_folder(path)
-    return is_checkpoint(path) or is_place(path) or (is_interrupted(folder) and bool(folder.files()))
+    return is_checkpoint(path) or is_scattered_part(path) or (is_interrupted(folder) and bool(folder.files()))
 
 
 def manifest_bytes(folder: Folder) -> bytes | None:
@@ -158,7 +158,7 @@ def is_interrupted(path: StrPath | Folder) -> bool:
     if not folder.fs.isdir(folder.root):
         return False
     names = folder.files()
-    return MANIFEST not in names and all(map(is_ours, names)) and not holds_part(names)
+    return MANIFEST not in names and all(map(is_ours, names)) and not holds_rank_record(names)
 
 
 def is_checkpoint(path: StrPath) -> bool:

@@ -36,11 +36,11 @@ class StoredFiles:
         self.folder = folder
         self.manifest = manifest
         self._headers: dict[str, dict[str, FileTensor]] = {}
-        self._open: dict[str, BinaryIO] = {}
+        self._streams: dict[str, BinaryIO] = {}  # by file name, the open ones, the least recently read first
         self._lock = threading.Lock()
 
     def header(self, name: str) -> dict[str, FileTensor]:
-        """Return the place of each tensor in a file.
+        """Return where the bytes of each tensor are in a file.
 
         Raises:
             CheckpointFormatError: It is not a safetensors file of the size in the manifest.
@@ -56,7 +56,7 @@ class StoredFiles:
         """Forget what was read of a file, which is to be read from another place."""
         with self._lock:
             self._headers.pop(name, None)
-            stream = self._open.pop(name, None)
+            stream = self._streams.pop(name, None)
             if stream is not None:
                 stream.close()
 
@@ -67,7 +67,7 @@ class StoredFiles:
             CheckpointFormatError: The file can no longer be read.
         """
         try:
-            if name not in self._open:
+            if name not in self._streams:
                 return self.folder.read(name, start, end)
             buffer = bytearray(end - start)
             return bytes(buffer[: self._fill(name, memoryview(buffer), start)])
@@ -85,7 +85,7 @@ class StoredFiles:
         read_box(lambda buffer, start: self.fill(name, key, buffer, start), self.locate(name, key), offsets, out)
 
     def locate(self, name: str, key: str) -> FileTensor:
-        """Return the place of a tensor in a file.
+        """Return where the bytes of a tensor are in a file.
 
         Raises:
             CheckpointFormatError: The file no longer holds it.
@@ -146,8 +146,8 @@ class StoredFiles:
                 except OSError as error:
                     if error.errno not in (errno.EMFILE, errno.ENFILE):
                         raise
-                    while self._open:  # they are opened again when needed
-                        self._open.popitem()[1].close()
+                    while self._streams:  # they are opened again when needed
+                        self._streams.popitem()[1].close()
 
     def _fill(self, name: str, buffer: memoryview, start: int) -> int:
         filled = 0
@@ -169,11 +169,11 @@ class StoredFiles:
         return filled
 
     def _stream(self, name: str) -> BinaryIO:
-        stream = self._open.pop(name, None)
+        stream = self._streams.pop(name, None)
         if stream is None:
-            if len(self._open) >= _MAX_OPEN:
-                self._open.pop(next(iter(self._open))).close()  # the least recently read
+            if len(self._streams) >= _MAX_OPEN:
+                self._streams.pop(next(iter(self._streams))).close()  # the least recently read
             stream = open(self.folder.path(name), "rb", buffering=0)  # noqa: SIM115 (closed above or below)
             weakref.finalize(self, stream.close)
-        self._open[name] = stream
+        self._streams[name] = stream
         return stream

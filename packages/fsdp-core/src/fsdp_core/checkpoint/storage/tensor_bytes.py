@@ -12,7 +12,7 @@ import xxhash
 
 from fsdp_core.checkpoint.format.chunks import StoredChunk
 from fsdp_core.checkpoint.format.safetensors_header import build_header
-from fsdp_core.checkpoint.storage.joined import Paths, open_places
+from fsdp_core.checkpoint.storage.joined_folder import Paths, open_places
 from fsdp_core.checkpoint.storage.recognition import read_manifest
 from fsdp_core.checkpoint.storage.stored_files import StoredFiles
 from fsdp_core.state.boxes import copy_into, cut, overlap

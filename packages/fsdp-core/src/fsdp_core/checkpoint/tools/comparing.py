@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -107,63 +107,61 @@ def compare(
     """
     if not (rtol >= 0 and atol >= 0):
         raise CheckpointValueError(f"tolerances can't be negative: rtol={rtol}, atol={atol}; pass 0 or more")
-    sides = [open_files(a), open_files(b)]
-    for files in sides:
-        refuse_damage(files, find_damage(files, files.manifest.files, checksums=False))
-    plain: list[dict[str, Any]] = []
-    run_facts: list[dict[str, Any]] = []
-    for files in sides:
-        content, facts = without_run_facts(dict(leaves(read_plain(files))))
-        plain.append(content)
-        run_facts.append(facts)
+    side_a, side_b = _Side(open_files(a)), _Side(open_files(b))
     # A fact that only one side has is a difference of the content.
-    for path in run_facts[0].keys() ^ run_facts[1].keys():
-        for content, facts in zip(plain, run_facts, strict=True):
-            if path in facts:
-                content[path] = facts.pop(path)
-    tensors = [_compared_tensors(files, difference) for files, difference in zip(sides, plain, strict=True)]
-    ties = [_ties(files.manifest) for files in sides]
-    common_keys = [key for key in tensors[0] if key in tensors[1] and not _is_alias_in_both(key, *sides)]
-    on_bytes = counter(sum(tensors[0][key].nbytes for key in common_keys), on_progress)
+    for path in side_a.run_facts.keys() ^ side_b.run_facts.keys():
+        side = side_a if path in side_a.run_facts else side_b
+        side.plain[path] = side.run_facts.pop(path)
+    tensors_a, tensors_b = (_compared_tensors(side.files, side.plain) for side in (side_a, side_b))
+    common_names = [name for name in tensors_a if name in tensors_b]
+    compared_keys = [name for name in common_names if not _is_alias_in_both(name, side_a.files, side_b.files)]
+    on_bytes = counter(sum(tensors_a[key].nbytes for key in compared_keys), on_progress)
     differences = []
-    for key in common_keys:
-        difference = _compare(key, tensors[0][key], tensors[1][key], rtol, atol)
+    for key in compared_keys:
+        difference = _compare_tensors(key, tensors_a[key], tensors_b[key], rtol, atol)
         if difference is not None:
             differences.append(difference)
-        on_bytes(tensors[0][key].nbytes)
+        on_bytes(tensors_a[key].nbytes)
     return Differences(
-        facts=_differing_facts(sides, run_facts),
-        only_a=tuple(key for key in tensors[0] if key not in tensors[1]),
-        only_b=tuple(key for key in tensors[1] if key not in tensors[0]),
-        tied=_differing_ties(ties, [name for name in tensors[0] if name in tensors[1]]),
+        facts=_differing_facts(side_a, side_b),
+        only_a=tuple(key for key in tensors_a if key not in tensors_b),
+        only_b=tuple(key for key in tensors_b if key not in tensors_a),
+        tied=_differing_ties(side_a.files.manifest, side_b.files.manifest, common_names),
         tensors=tuple(differences),
-        plain=dict(_plain_differences(plain[0], plain[1], rtol, atol)),
-        compared=len(common_keys),
+        plain=dict(_plain_differences(side_a.plain, side_b.plain, rtol, atol)),
+        compared=len(compared_keys),
     )
 
 
-def _differing_facts(
-    sides: Sequence[StoredFiles], run_facts: Sequence[Mapping[str, Any]]
-) -> dict[str, tuple[Any, Any]]:
+class _Side:
+    """One of the two checkpoints: its files, its plain data by path, and what in that differs from run to run."""
+
+    def __init__(self, files: StoredFiles) -> None:
+        refuse_damage(files, find_damage(files, files.manifest.files, checksums=False))
+        self.files = files
+        self.plain, self.run_facts = without_run_facts(dict(leaves(read_plain(files))))
+
+
+def _differing_facts(a: _Side, b: _Side) -> dict[str, tuple[Any, Any]]:
     """Return the facts that differ, from both manifests and from the same paths of both plain data."""
     differing: dict[str, tuple[Any, Any]] = {}
     for fact in _RUN_FIELDS:
-        fact_of_a, fact_of_b = (getattr(files.manifest, fact) for files in sides)
+        fact_of_a, fact_of_b = getattr(a.files.manifest, fact), getattr(b.files.manifest, fact)
         if fact_of_a != fact_of_b:
             differing[fact] = (fact_of_a, fact_of_b)
-    for path in run_facts[0]:
-        fact_of_a, fact_of_b = (facts[path] for facts in run_facts)
-        if fact_of_a != fact_of_b:
-            differing[path] = (scalar(fact_of_a), scalar(fact_of_b))
+    for path in a.run_facts:
+        if a.run_facts[path] != b.run_facts[path]:
+            differing[path] = (scalar(a.run_facts[path]), scalar(b.run_facts[path]))
     return differing
 
 
 def _differing_ties(
-    ties: Sequence[Mapping[str, tuple[str, ...]]], common_names: Iterable[str]
+    a: Manifest, b: Manifest, common_names: Iterable[str]
 ) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+    ties_in_a, ties_in_b = _ties(a), _ties(b)
     differing: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
     for name in sorted(common_names):
-        tied_in_a, tied_in_b = (ties_of_side.get(name, ()) for ties_of_side in ties)
+        tied_in_a, tied_in_b = ties_in_a.get(name, ()), ties_in_b.get(name, ())
         if tied_in_a != tied_in_b:
             differing[name] = (tied_in_a, tied_in_b)
     return differing
@@ -237,7 +235,9 @@ def _is_alias_in_both(key: str, a: StoredFiles, b: StoredFiles) -> bool:
     return key in a.manifest.aliases and a.manifest.aliases[key] == b.manifest.aliases.get(key)
 
 
-def _compare(key: str, a: _ComparedTensor, b: _ComparedTensor, rtol: float, atol: float) -> TensorDifference | None:
+def _compare_tensors(
+    key: str, a: _ComparedTensor, b: _ComparedTensor, rtol: float, atol: float
+) -> TensorDifference | None:
     has_same_dtype = a.dtype_name == b.dtype_name
     difference = TensorDifference(key=key, shapes=(a.shape, b.shape), dtypes=(a.dtype_name, b.dtype_name))
     if a.shape != b.shape:
@@ -249,9 +249,9 @@ def _compare(key: str, a: _ComparedTensor, b: _ComparedTensor, rtol: float, atol
     block_start = 0
     item_bytes = max(ITEM_BYTES[a.dtype_name], ITEM_BYTES[b.dtype_name])
     for offsets, lengths in cut(a.shape, item_bytes, BLOCK_BYTES):
-        blocks = a.read(offsets, lengths, block_start), b.read(offsets, lengths, block_start)
-        if not has_same_dtype or blocks[0] != blocks[1]:
-            block_difference = _compare_blocks(blocks, (a.dtype_name, b.dtype_name), rtol, atol)
+        block_a, block_b = a.read(offsets, lengths, block_start), b.read(offsets, lengths, block_start)
+        if not has_same_dtype or block_a != block_b:
+            block_difference = _compare_blocks((block_a, block_b), (a.dtype_name, b.dtype_name), rtol, atol)
             if block_difference.count and first is None:
                 first = _unravel_index(block_start + block_difference.first, a.shape)
                 values = block_difference.values

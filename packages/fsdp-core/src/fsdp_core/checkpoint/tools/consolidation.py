@@ -88,9 +88,9 @@ def consolidate_safetensors(
     files = open_files(path)
     check_apart(out, files.folder)
     check_file(out, overwrite=overwrite)
-    weights = _Weights(files, key, strip_prefix, dtype, copy_tied)
-    on_bytes = counter(weights.prepare(verify=verify), on_progress)
-    weights.verify(verify, on_bytes)
+    weights = _Weights(files, key=key, strip_prefix=strip_prefix, dtype=dtype, copy_tied=copy_tied)
+    on_bytes = counter(weights.count_bytes(verify=verify), on_progress)
+    weights.check_files(checksums=verify, on_bytes=on_bytes)
     with new_file(out) as stream:
         write_sources(stream, weights.sources, metadata=weights.aliases, on_bytes=on_bytes)
     return weights.report([os.path.basename(os.fspath(out))])
@@ -144,10 +144,10 @@ def consolidate_huggingface(
     check_folder(out, overwrite=overwrite, own_files=OWN_FILES)
     if config is not None:
         _check_config(config)
-    weights = _Weights(files, key, strip_prefix, dtype, copy_tied)
-    on_bytes = counter(weights.prepare(verify=verify), on_progress)
+    weights = _Weights(files, key=key, strip_prefix=strip_prefix, dtype=dtype, copy_tied=copy_tied)
+    on_bytes = counter(weights.count_bytes(verify=verify), on_progress)
     shards = split_into_files({name: source.nbytes for name, source in weights.sources.items()}, max_shard_size)
-    weights.verify(verify, on_bytes)
+    weights.check_files(checksums=verify, on_bytes=on_bytes)
     with new_folder(out, overwrite=overwrite, own_files=OWN_FILES) as folder:
         for name, shard in shards.items():
             with folder.writing(name) as stream:
@@ -168,7 +168,7 @@ class _Weights:
     """The tensors of one model, by their names in the output."""
 
     def __init__(
-        self, files: StoredFiles, key: str | None, strip_prefix: str, dtype: str | None, copy_tied: bool
+        self, files: StoredFiles, *, key: str | None, strip_prefix: str, dtype: str | None, copy_tied: bool
     ) -> None:
         check_dtype(dtype)
         self.files = files
@@ -176,7 +176,7 @@ class _Weights:
         self.aliases: dict[str, str] = {}
         self.left_out: dict[str, str] = {}
         self._keys: set[str] = set()
-        first_names: dict[str, str] = {}
+        first_names: dict[str, str] = {}  # by the key of a stored tensor
         reader = TensorBytes(files)
         skipped_count = 0
         for full_name, node in children(self._model_node(key)) or []:
@@ -204,9 +204,8 @@ class _Weights:
             self.sources[name] = reader.source(stored_key, dtype_name=dtype if is_floating else None)
         if not self.sources:
             left_out_names = list(self.left_out)
-            listed = ", ".join(left_out_names[:_MOST_SHOWN]) + (
-                f" and {len(left_out_names) - _MOST_SHOWN} more" if len(left_out_names) > _MOST_SHOWN else ""
-            )
+            more = f" and {len(left_out_names) - _MOST_SHOWN} more" if len(left_out_names) > _MOST_SHOWN else ""
+            listed = ", ".join(left_out_names[:_MOST_SHOWN]) + more
             prefix_text = f" that begins with {strip_prefix!r}" if skipped_count else ""
             raise CheckpointMismatchError(
                 f"the model in {files.folder} has no tensor{prefix_text}; it has {listed or 'nothing'}.\n"
@@ -240,13 +239,13 @@ class _Weights:
         named = {manifest.state_file}.union(*(tensors[key].file_names() for key in self._keys))
         return [name for name in manifest.files if name in named]
 
-    def prepare(self, *, verify: bool) -> int:
+    def count_bytes(self, *, verify: bool) -> int:
         """Return the number of bytes to verify and to write."""
         bytes_to_verify = sum(self.files.manifest.files[name].size for name in self._needed_files()) if verify else 0
         return self.nbytes + bytes_to_verify
 
-    def verify(self, checksums: bool, on_bytes: Callable[[int], None]) -> None:
-        """Refuse damaged files."""
+    def check_files(self, *, checksums: bool, on_bytes: Callable[[int], None]) -> None:
+        """Refuse damaged files, by their checksums or only by sizes and headers."""
         refuse_damaged(self.files, self._needed_files(), checksums=checksums, on_bytes=on_bytes)
 
     def report(self, file_names: Sequence[str]) -> Consolidated:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdp_core.checkpoint.format.manifest import Manifest
 from fsdp_core.checkpoint.format.state_paths import join_path, split_path
-from fsdp_core.checkpoint.storage.joined import Paths
+from fsdp_core.checkpoint.storage.joined_folder import Paths
 from fsdp_core.checkpoint.storage.plain_json import children, part_at, read_plain, scalar, tensor_of
 from fsdp_core.checkpoint.storage.rereading import retries_if_replaced
 from fsdp_core.checkpoint.storage.tensor_bytes import open_files

@@ -13,7 +13,7 @@ from fsdp_core.checkpoint.format.file_names import save_id_of
 from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest
 from fsdp_core.checkpoint.storage.atomic import check_apart, named_errors
 from fsdp_core.checkpoint.storage.commit import choose_target
-from fsdp_core.checkpoint.storage.joined import JoinedFolder, Paths, open_places
+from fsdp_core.checkpoint.storage.joined_folder import JoinedFolder, Paths, open_places
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.storage.recognition import read_manifest
 from fsdp_core.checkpoint.storage.stored_files import StoredFiles
@@ -97,7 +97,7 @@ def gather(
     damaged = _choose_undamaged(files, verify=verify, on_bytes=on_bytes)
     duplicates = {}
     if isinstance(folder, JoinedFolder):
-        places_of_file = {name: folder.holders(name) for name in manifest.files}
+        places_of_file = {name: folder.places_with(name) for name in manifest.files}
         duplicates = {
             name: [str(folder.places[number]) for number in numbers]
             for name, numbers in places_of_file.items()
@@ -112,7 +112,7 @@ def gather(
         try:
             save_target.begin()
             for name, entry in manifest.files.items():
-                source = folder.holder(name) if isinstance(folder, JoinedFolder) else folder
+                source = folder.place_to_read(name) if isinstance(folder, JoinedFolder) else folder
                 if not copy and _link(source, save_target.folder, name):
                     linked += 1
                     on_bytes(entry.size)
@@ -122,7 +122,7 @@ def gather(
             previous = save_target.commit(data, new_manifest.files)
         except BaseException:
             with suppress(OSError):
-                if save_target.withdraw(data):
+                if save_target.may_remove_files(data):
                     save_target.remove_files()
                     save_target.remove_marks()
             raise
@@ -152,9 +152,9 @@ def _choose_undamaged(files: StoredFiles, *, verify: bool, on_bytes: Callable[[i
         names = []
         if isinstance(folder, JoinedFolder):
             for name in list(faults):
-                holders = folder.holders(name)
-                damaged_place = folder.chosen_places.get(name, holders[0])
-                later_places = [number for number in holders if number > damaged_place]
+                places_with_file = folder.places_with(name)
+                damaged_place = folder.chosen_places.get(name, places_with_file[0])
+                later_places = [number for number in places_with_file if number > damaged_place]
                 if later_places:
                     damaged[folder.path(name)] = faults.pop(name)
                     folder.chosen_places[name] = later_places[0]

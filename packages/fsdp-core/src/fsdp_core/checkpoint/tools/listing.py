@@ -6,12 +6,13 @@ import posixpath
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Literal
 
 from fsdp_core.checkpoint.format.file_names import is_ours, save_id_of
 from fsdp_core.checkpoint.format.manifest import MANIFEST
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath, open_folder
-from fsdp_core.checkpoint.storage.part_recognition import describe_part, describe_rest, holds_part
+from fsdp_core.checkpoint.storage.part_recognition import describe_part, describe_rest, holds_rank_record
 from fsdp_core.checkpoint.storage.plain_json import part_at, read_plain
 from fsdp_core.checkpoint.storage.recognition import holds_manifest, is_interrupted, read_manifest
 from fsdp_core.checkpoint.storage.remedies import remedy
@@ -101,7 +102,7 @@ def _examine(folder: Folder) -> ListedCheckpoint | None:
         sentences.append(_describe_writers(writers))
     return ListedCheckpoint(
         path=str(folder),
-        state="unfinished" if part is None or not holds_part(names) else "scattered",
+        state="unfinished" if part is None or not holds_rank_record(names) else "scattered",
         step=None,
         nbytes=sum(sizes),
         time=max((time for time in times if time is not None), default=None),
@@ -110,33 +111,8 @@ def _examine(folder: Folder) -> ListedCheckpoint | None:
 
 
 def _describe_complete(folder: Folder) -> ListedCheckpoint:
-    def read() -> ListedCheckpoint:
-        files = StoredFiles(folder, read_manifest(folder))
-        manifest = files.manifest
-        sizes = {name: folder.size(name) for name in manifest.files}
-        wrong_files = [name for name, entry in manifest.files.items() if sizes[name] != entry.size]
-        listed = ", ".join(wrong_files[:3]) + (f" and {len(wrong_files) - 3} more" if len(wrong_files) > 3 else "")
-        is_elsewhere = bool(manifest.places and wrong_files) and all(sizes[name] is None for name in wrong_files)
-        fault = f"missing, or of another size: {listed}"
-        if is_elsewhere:
-            fault = _in_one_line(describe_rest(folder, manifest, wrong_files))
-        names_of_saves = [name for name in folder.files() if save_id_of(name) is not None]
-        sizes_of_other_saves = {name: folder.size(name) or 0 for name in names_of_saves if name not in manifest.files}
-        remark = f"; {len(sizes_of_other_saves)} files of other saves lie in it too" if sizes_of_other_saves else ""
-        plain = None if manifest.state_file in wrong_files else read_plain(files)
-        steps = [] if plain is None else [part_at(plain, keys) for keys in _STEPS]
-        state: Literal["whole", "damaged", "scattered"] = "damaged" if wrong_files else "whole"
-        if is_elsewhere:
-            state = "scattered"
-        return ListedCheckpoint(
-            path=str(folder),
-            state=state,
-            step=next((step for step in steps if type(step) is int), None),
-            nbytes=sum(size or 0 for size in [*sizes.values(), *sizes_of_other_saves.values()]),
-            time=_time(manifest.created),
-            remark=(fault if wrong_files else f"by {manifest.strategy}") + remark,
-        )
-
+    """Describe a folder with a manifest, whatever else is there."""
+    read = partial(_compare_with_manifest, folder)
     try:
         return read_again([folder], read, is_intact=lambda checkpoint: checkpoint.state == "whole")
     except CheckpointFormatError as error:
@@ -148,6 +124,35 @@ def _describe_complete(folder: Folder) -> ListedCheckpoint:
             time=_modification_time(folder, MANIFEST),
             remark=str(error),
         )
+
+
+def _compare_with_manifest(folder: Folder) -> ListedCheckpoint:
+    files = StoredFiles(folder, read_manifest(folder))
+    manifest = files.manifest
+    sizes = {name: folder.size(name) for name in manifest.files}
+    wrong_files = [name for name, entry in manifest.files.items() if sizes[name] != entry.size]
+    state: State = "damaged" if wrong_files else "whole"
+    remark = f"by {manifest.strategy}"
+    if wrong_files and manifest.places and all(sizes[name] is None for name in wrong_files):
+        state = "scattered"  # what is missing is in places that ranks on other hosts wrote to
+        remark = _in_one_line(describe_rest(folder, manifest, wrong_files))
+    elif wrong_files:
+        listed = ", ".join(wrong_files[:3]) + (f" and {len(wrong_files) - 3} more" if len(wrong_files) > 3 else "")
+        remark = f"missing, or of another size: {listed}"
+    names_of_saves = [name for name in folder.files() if save_id_of(name) is not None]
+    sizes_of_other_saves = {name: folder.size(name) or 0 for name in names_of_saves if name not in manifest.files}
+    if sizes_of_other_saves:
+        remark += f"; {len(sizes_of_other_saves)} files of other saves lie in it too"
+    plain = None if manifest.state_file in wrong_files else read_plain(files)
+    steps = [] if plain is None else [part_at(plain, keys) for keys in _STEPS]
+    return ListedCheckpoint(
+        path=str(folder),
+        state=state,
+        step=next((step for step in steps if type(step) is int), None),
+        nbytes=sum(size or 0 for size in [*sizes.values(), *sizes_of_other_saves.values()]),
+        time=_parse_time(manifest.created),
+        remark=remark,
+    )
 
 
 def _in_one_line(text: str) -> str:
@@ -166,7 +171,7 @@ def _describe_writers(writers: Collection[Writer]) -> str:
     return "; ".join(sentence_of_state[writer.standing()].format(writer) for writer in writers)
 
 
-def _time(text: str) -> datetime | None:
+def _parse_time(text: str) -> datetime | None:
     try:
         time = datetime.fromisoformat(text)
     except ValueError:

@@ -100,7 +100,7 @@ def reshard(
             previous = save_target.commit(data, manifest.files)
         except BaseException:
             with suppress(OSError):
-                if save_target.withdraw(data):
+                if save_target.may_remove_files(data):
                     save_target.remove_files()
                     save_target.remove_marks()
             raise

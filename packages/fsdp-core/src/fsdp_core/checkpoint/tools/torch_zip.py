@@ -90,7 +90,7 @@ class TorchZip:
             stream: A binary stream opened for writing; it need not be seekable.
             on_bytes: Called with the number of bytes that have just been written.
         """
-        with zipfile.ZipFile(cast("BinaryIO", _Counted(stream)), "w") as archive:
+        with zipfile.ZipFile(cast("BinaryIO", _UnseekableStream(stream)), "w") as archive:
             _add_file(archive, "archive/data.pkl", [self._pickled])
             _add_file(archive, "archive/byteorder", [sys.byteorder.encode()])
             for number, tensor in enumerate(self._tensors):
@@ -123,16 +123,19 @@ class _Pickler(Pickler):
         address = ("storage", storage_class, str(number), "cpu", count if is_typed else source.nbytes)
         stride = tuple(math.prod(source.shape[axis + 1 :]) for axis in range(len(source.shape)))
         hooks: OrderedDict[str, Any] = OrderedDict()
+        # what torch._utils._rebuild_tensor_v2 takes: the storage, an offset, shape and strides, requires_grad, hooks
         args = _Storage(address), 0, source.shape, stride, False, hooks
         return rebuild, args if is_typed else (*args, DTYPES[source.dtype_name])
 
 
 @dataclass(frozen=True)
 class _Storage:
+    """A tensor's bytes in the file, which the pickle refers to by the address that ``torch.load`` expects."""
+
     address: tuple[Any, ...]
 
 
-class _Counted:
+class _UnseekableStream:
     """A stream that zipfile treats as not seekable, so that the sizes of each file are written after it."""
 
     def __init__(self, stream: BinaryIO) -> None:

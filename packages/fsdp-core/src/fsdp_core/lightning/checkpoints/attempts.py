@@ -20,15 +20,18 @@ from fsdp_core.checkpoint.storage.stored_files import StoredFiles
 from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.lightning.global_batch import GlobalBatch, batch_size_of, data_parallel_ranks, keeps_global_batch
 
-__all__ = ["Attempts", "newest"]
+__all__ = ["Attempts", "find_newest"]
 
 
 class Attempts:
     """The attempts that have led to the current state of a strategy's module."""
 
     def __init__(self) -> None:
+        #: Those that a loaded checkpoint holds, until the next attempt begins.
         self._earlier_attempts: list[dict[str, Any]] = []
+        #: Whether that checkpoint was saved between the micro-batches of a step.
         self._is_amid_accumulation = False
+        #: Those up to the current one, which a checkpoint holds from now on.
         self._attempts: list[dict[str, Any]] = []
 
     def continue_from(self, state: Mapping[str, Any] | None) -> None:
@@ -66,7 +69,8 @@ class Attempts:
                     f"and what is left of its global batch can't be divided over {ranks}.\nResume on {last['ranks']}, "
                     "or from a checkpoint that was saved after a step."
                 )
-            if not any(isinstance(callback, GlobalBatch) for callback in callbacks):  # else the user has decided it
+            has_users_decision = any(isinstance(callback, GlobalBatch) for callback in callbacks)
+            if not has_users_decision:
                 _warn_of_global_batch(last, attempt, size)
         self._is_amid_accumulation = False
         if self._earlier_attempts:
@@ -78,7 +82,7 @@ class Attempts:
         self._earlier_attempts = []
 
     def state(self) -> list[dict[str, Any]]:
-        """What a checkpoint holds of them."""
+        """What a checkpoint holds of the attempts."""
         return self._attempts
 
 
@@ -105,7 +109,7 @@ def _warn_of_global_batch(last: Mapping[str, Any], current: Mapping[str, Any], b
     )
 
 
-def newest(paths: Iterable[str]) -> str | None:
+def find_newest(paths: Iterable[str]) -> str | None:
     """The newest of several checkpoints of Trainers, by their attempts and steps, and not by any clock.
 
     Args:
@@ -115,12 +119,12 @@ def newest(paths: Iterable[str]) -> str | None:
         The newest; ``None`` if that is not known: a checkpoint can't be read or tells no attempts, or none goes on
         from all others.
     """
-    candidates: dict[str, tuple[list[str], int]] = {}
+    candidates: dict[str, tuple[list[str], int]] = {}  # by path: the ids of the attempts, and the step
     for path in sorted(paths):  # ranks must choose the same of two that are equally new
         try:
             folder = open_folder(path)
             plain = read_plain(StoredFiles(folder, read_manifest(folder)))
-        except Exception:  # the load names the fault, if it is this one that is loaded
+        except Exception:  # not raised here: the user may load another checkpoint, and a load of this one raises it
             return None
         attempts = part_at(plain, ["trainer", "fsdp_core", "attempts"])
         step = part_at(plain, ["trainer", "global_step"])

@@ -72,7 +72,7 @@ def hooks_that_may_write(trainer: pl.Trainer) -> list[str]:
     hooks = []
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         is_reader = isinstance(callback, _READERS) and type(callback).__module__.startswith("lightning.")
-        # of a reader, only what was set on the instance counts
+        # a reader's own class is the base, so that only hooks which were set on the instance are overrides
         base = type(callback) if is_reader else pl.Callback
         hooks += _find_overrides(callback, base, _event_hooks(base))
     module = trainer.strategy.lightning_module
@@ -127,18 +127,18 @@ def choose_deferred(
     tensors_by_storage: dict[int, dict[int, list[Tensor]]] = {}
     for tensor in _shards_and_state(sharded, optimizers):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if local.device.type == "cpu":
+        if local.device.type == "cpu":  # a save copies what is on a device to the host at once
             tensors_by_address = tensors_by_storage.setdefault(local.untyped_storage().data_ptr(), {})
             tensors_by_address.setdefault(local.data_ptr(), []).extend([tensor] if local is tensor else [tensor, local])
 
-    def tensors_that_count_writes(tensor: Tensor) -> Sequence[Tensor] | None:
+    def find_write_counters(tensor: Tensor) -> Sequence[Tensor] | None:
         tensors_by_address = tensors_by_storage.get(tensor.untyped_storage().data_ptr())
         if tensor.nbytes < _SMALL or tensors_by_address is None:
             return None
         in_same_storage = chain.from_iterable(tensors_by_address.values())
         return [tensor, *tensors_by_address.get(tensor.data_ptr(), in_same_storage)]
 
-    return tensors_that_count_writes
+    return find_write_counters
 
 
 def finish_copies_after(closure: Callable[[], Any], saves: AsyncSaves, optimizer: Optimizer) -> Callable[[], Any]:
@@ -149,7 +149,7 @@ def finish_copies_after(closure: Callable[[], Any], saves: AsyncSaves, optimizer
 
     Args:
         closure: What the optimizer is to call before it writes.
-        saves: The saves.
+        saves: The saves in the background.
         optimizer: The optimizer.
     """
     if not type(optimizer).__module__.startswith("torch.optim.") or has_hooks_before_steps(optimizer):

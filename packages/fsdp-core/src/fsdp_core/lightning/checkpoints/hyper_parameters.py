@@ -73,21 +73,21 @@ def refuse_named_classes(checkpoint: Mapping[str, Any], path: object) -> None:
             if old_key in checkpoint:
                 entries[old_key] = checkpoint[old_key]
         try:
-            named = [f"  {'/'.join(keys)!r}: {text[:80]!r}" for keys, text in _find_code(entries, (), {})]
+            findings = [f"  {'/'.join(keys)!r}: {text[:80]!r}" for keys, text in _find_code(entries, (), {})]
         except RecursionError as error:
             raise CheckpointFormatError(f"{path} has {key} that are nested too deeply") from error
         if _CLASS in hyper_parameters and not _is_imported_module(hyper_parameters[_CLASS]):
-            named.append(
+            findings.append(
                 f"  '{key}/{_CLASS}': {str(hyper_parameters[_CLASS])[:80]!r}, which is not an imported module class"
             )
-        if named:
-            more = [f"  … and {len(named) - _MAX_LISTED} more"] if len(named) > _MAX_LISTED else []
+        if findings:
+            more = [f"  … and {len(findings) - _MAX_LISTED} more"] if len(findings) > _MAX_LISTED else []
             title = f"{path} names code, and Lightning would import and call it to make a module of its {key}:"
             remedy = (
                 "Nothing was run. If you trust the checkpoint, pass weights_only=False to load_from_checkpoint; or "
                 f"build the module yourself, and load into it fsdp_core.load_state_dict({str(path)!r})."
             )
-            raise CheckpointFormatError("\n".join([title, *named[:_MAX_LISTED], *more, remedy]))
+            raise CheckpointFormatError("\n".join([title, *findings[:_MAX_LISTED], *more, remedy]))
 
 
 def _find_code(value: Any, keys: tuple[str, ...], visited: dict[int, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -95,11 +95,11 @@ def _find_code(value: Any, keys: tuple[str, ...], visited: dict[int, Any]) -> It
 
     Args:
         value: A hyper-parameter, or a part of one.
-        keys: Where it is.
-        visited: By id, what was searched before.
+        keys: The keys that lead to it.
+        visited: By id, the objects that were searched before.
 
     Yields:
-        The keys of each, and the text to show.
+        The keys that lead to a name, and the text to show.
     """
     if isinstance(value, PurePath):
         value = str(value)
@@ -107,10 +107,11 @@ def _find_code(value: Any, keys: tuple[str, ...], visited: dict[int, Any]) -> It
         value = value.value
     if isinstance(value, str):
         text = value.strip()
-        if "." in text and all(step.isidentifier() for step in text.split(".")):
+        is_dotted_name = "." in text and all(part.isidentifier() for part in text.split("."))
+        if is_dotted_name:
             if _is_code(text):
                 yield keys, value
-        elif len(value) > _MAX_YAML_LENGTH:
+        elif len(value) > _MAX_YAML_LENGTH:  # it may hold a name, and takes too long to parse
             yield keys, value
         else:
             nested = _parse_nest(value)
@@ -122,16 +123,17 @@ def _find_code(value: Any, keys: tuple[str, ...], visited: dict[int, Any]) -> It
     visited[id(value)] = value  # kept alive, or another object could get its id
     for name, item in _entries(value):
         text = str(name.value if isinstance(name, yaml.ScalarNode) else name)
-        inner = (*keys, text)
+        inner_keys = (*keys, text)
         if text == "class_path":
             name_of_class = item.value if isinstance(item, yaml.ScalarNode) else item
+            # jsonargparse looks up a name without a dot among the classes that the parameter's type allows
             if not isinstance(name_of_class, str) or "." not in name_of_class or _is_code(name_of_class):
-                yield inner, str(name_of_class)
+                yield inner_keys, str(name_of_class)
             continue
         if "class_path" in text or "init_args." in text or ".init_args" in text:  # as jsonargparse flattens a nest
-            yield inner, text
-        yield from _find_code(name, inner, visited)
-        yield from _find_code(item, inner, visited)
+            yield inner_keys, text
+        yield from _find_code(name, inner_keys, visited)
+        yield from _find_code(item, inner_keys, visited)
 
 
 def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
@@ -159,9 +161,9 @@ def _parse_nest(text: str) -> Any:
 
 def _is_code(name: str) -> bool:
     """Whether a name is that of importable code that is not known to be harmless. Nothing is imported."""
-    root = name.partition(".")[0]
+    top_package = name.partition(".")[0]
     try:
-        if root not in sys.modules and find_spec(root) is None:
+        if top_package not in sys.modules and find_spec(top_package) is None:
             return False
     except ValueError:  # a module without a spec
         pass

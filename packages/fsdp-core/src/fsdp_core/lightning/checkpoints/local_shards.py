@@ -41,30 +41,31 @@ def refuse_local_shards(
     Raises:
         CheckpointValueError: The state holds a flat shard, on any rank.
     """
-    shards: dict[StorageAddress, str] = {}
+    descriptions: dict[StorageAddress, str] = {}  # of shards, by where their elements begin
     for root in roots:
         for parameter, parts in root.layout().items():
-            if all(part.range is None for part in parts):  # it is not flat
+            is_flat = any(part.range is not None for part in parts)
+            if not is_flat:
                 continue
             name = parts[0].name
-            shards.update(dict.fromkeys(_addresses([parameter]), f"parameter {name!r}"))
+            descriptions.update(dict.fromkeys(_addresses([parameter]), f"parameter {name!r}"))
             for optimizer in optimizers:
                 states = optimizer.state.get(parameter, {}).values()
                 state_tensors = [value for value in states if isinstance(value, Tensor) and value.ndim]
-                shards.update(dict.fromkeys(_addresses(state_tensors), f"the optimizer's state of {name!r}"))
+                descriptions.update(dict.fromkeys(_addresses(state_tensors), f"the optimizer's state of {name!r}"))
 
-    def search() -> None:
-        if not shards:
+    def refuse_shards_in_state() -> None:
+        if not descriptions:
             return
-        for path, tensor in _tensors(state, ()):
+        for path, tensor in _find_tensors(state, ()):
             for address in _addresses([tensor]):
-                if address in shards:
+                if address in descriptions:
                     raise CheckpointValueError(
-                        f"{join_path(*path)} is a rank's own shard of {shards[address]}. "
+                        f"{join_path(*path)} is a rank's own shard of {descriptions[address]}. "
                         f"A checkpoint would take it for the whole.\n{remedy}"
                     )
 
-    run_on_all(runtime, "looking for shards among what is saved", search)
+    run_on_all(runtime, "looking for shards among what is saved", refuse_shards_in_state)
 
 
 def _addresses(tensors: Iterable[Tensor]) -> Iterator[StorageAddress]:
@@ -72,12 +73,13 @@ def _addresses(tensors: Iterable[Tensor]) -> Iterator[StorageAddress]:
     return (storage_address(tensor) for tensor in tensors if type(tensor) in (Tensor, nn.Parameter) and tensor.numel())
 
 
-def _tensors(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+def _find_tensors(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """The tensors in a nest at a path, each with its own path."""
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _tensors(inner, (*path, str(key)))
+            yield from _find_tensors(inner, (*path, str(key)))
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         for index, inner in enumerate(value):
-            yield from _tensors(inner, (*path, str(index)))
+            yield from _find_tensors(inner, (*path, str(index)))

@@ -46,7 +46,7 @@ def _link_checkpoint(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
         ModelCheckpoint._link_checkpoint(trainer, filepath, linkpath)
     elif os.path.abspath(filepath) != os.path.abspath(linkpath):
         job = partial(link, filepath, linkpath)
-        features.saves.run_in_order(f"linking {linkpath} to {filepath}", job, {linkpath: True})
+        features.saves.run_in_order(f"linking {linkpath} to {filepath}", job, will_exist={linkpath: True})
 
 
 def link(filepath: str, linkpath: str) -> None:
@@ -54,13 +54,14 @@ def link(filepath: str, linkpath: str) -> None:
 
     Args:
         filepath: The checkpoint.
-        linkpath: The path of the link. It may not exist, or be a link, a file or a checkpoint.
+        linkpath: The path of the link. Nothing may be there, or a link, a file or a checkpoint, which is replaced.
     """
-    partial = f"{linkpath}.{uuid.uuid4().hex[:12]}.partial"
+    unfinished_path = f"{linkpath}.{uuid.uuid4().hex[:12]}.partial"
     try:
-        os.symlink(os.path.relpath(filepath, os.path.dirname(linkpath)), partial)
+        os.symlink(os.path.relpath(filepath, os.path.dirname(linkpath)), unfinished_path)
     except OSError:
-        (shutil.copytree if is_folder(filepath) else shutil.copy)(filepath, partial)
+        copy = shutil.copytree if is_folder(filepath) else shutil.copy
+        copy(filepath, unfinished_path)
     if os.path.isdir(linkpath) and not os.path.islink(linkpath):
-        remove(linkpath)
-    os.replace(partial, linkpath)
+        remove(linkpath)  # os.replace() replaces files and links, but no folder
+    os.replace(unfinished_path, linkpath)

@@ -29,9 +29,12 @@ from fsdp_core.lightning.patching import mark_wrapper, replace_function
 
 __all__ = ["checkpoint_at", "install_opening", "install_search"]
 
-# by module of Lightning and name there: what reads files, reads files to make a module, and writes files
+# Functions of Lightning, each by its module and its name there.
+#: Those that read files.
 _READERS = (("fabric.utilities.cloud_io", "_load"), ("fabric.plugins.io.torch_io", "pl_load"))
-_MAKERS = (("pytorch.core.saving", "pl_load"),)
+#: Those that read files to build a module from them, as ``load_from_checkpoint`` does.
+_MODULE_READERS = (("pytorch.core.saving", "pl_load"),)
+#: Those that write files.
 _WRITERS = (("fabric.utilities.cloud_io", "_atomic_save"), ("fabric.plugins.io.torch_io", "_atomic_save"))
 #: Lightning's strategies that read folders of their own.
 _OTHER_LAYOUTS = ("FSDPStrategy", "ModelParallelStrategy", "XLAFSDPStrategy")
@@ -51,13 +54,17 @@ def install_opening(strategies: ModuleType) -> None:
             most of the modules with these functions. One that is imported later imports wrapped functions.
     """
     for package in _PACKAGES:
-        for functions, wrap in ((_MAKERS, _makes_modules), (_READERS, _reads_folders), (_WRITERS, _replaces_folders)):
+        for functions, wrap in (
+            (_MODULE_READERS, _wrap_module_reader),
+            (_READERS, _wrap_reader),
+            (_WRITERS, _wrap_writer),
+        ):
             for function_module, name in functions:
                 front_end, _, submodule = function_module.partition(".")
                 replace_function(sys.modules.get(f"{package[front_end]}.{submodule}"), name, wrap)
     for name in _OTHER_LAYOUTS:
-        replace_function(vars(strategies).get(name), "load_checkpoint", _refuses_folders)
-    replace_function(vars(strategies).get("Strategy"), "load_checkpoint", _warns_of_lost_positions)
+        replace_function(vars(strategies).get(name), "load_checkpoint", _wrap_loader_of_other_layout)
+    replace_function(vars(strategies).get("Strategy"), "load_checkpoint", _wrap_loader_of_files)
 
 
 def install_search() -> None:
@@ -67,10 +74,10 @@ def install_search() -> None:
     """
     for package in _PACKAGES:
         module = sys.modules.get(f"{package['pytorch']}.callbacks.model_checkpoint")
-        replace_function(getattr(module, "ModelCheckpoint", None), "_find_last_checkpoints", _finds_complete_ones)
+        replace_function(getattr(module, "ModelCheckpoint", None), "_find_last_checkpoints", _wrap_search)
         connectors = sys.modules.get(f"{package['pytorch']}.trainer.connectors.checkpoint_connector")
         connector = getattr(connectors, "_CheckpointConnector", None)
-        replace_function(connector, "_select_ckpt_path", _selects_the_newest)
+        replace_function(connector, "_select_ckpt_path", _wrap_selection)
 
 
 def checkpoint_at(path: Any) -> Any:
@@ -87,22 +94,25 @@ def checkpoint_at(path: Any) -> Any:
 
 
 @cache  # a function that several modules import has one wrapper
-def _reads_folders(load: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_reader(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function that reads files read sharded folders, too."""
+
     @wraps(load)
     def load_file_or_folder(path_or_url: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_sharded_folder(checkpoint_at(path_or_url)):
             return load(path_or_url, *args, **kwargs)
-        from fsdp_core.lightning.checkpoints.full.opening import read_whole
+        from fsdp_core.lightning.checkpoints.full.opening import read_full_state
 
         arguments = inspect.signature(load).bind(path_or_url, *args, **kwargs).arguments
-        return read_whole(checkpoint_at(path_or_url), arguments.get("map_location"))
+        return read_full_state(checkpoint_at(path_or_url), arguments.get("map_location"))
 
-    return mark_wrapper(load_file_or_folder, load, _reads_folders)
+    return mark_wrapper(load_file_or_folder, load, _wrap_reader)
 
 
 @cache
-def _makes_modules(load: Callable[..., Any]) -> Callable[..., Any]:
-    read = _reads_folders(load)
+def _wrap_module_reader(load: Callable[..., Any]) -> Callable[..., Any]:
+    """As :func:`_wrap_reader`, and refuse folders whose hyper-parameters name code that would run."""
+    read = _wrap_reader(load)
 
     @wraps(load)
     def load_to_make_a_module(path_or_url: Any, *args: Any, **kwargs: Any) -> Any:
@@ -115,11 +125,13 @@ def _makes_modules(load: Callable[..., Any]) -> Callable[..., Any]:
             refuse_named_classes(checkpoint, path_or_url)
         return checkpoint
 
-    return mark_wrapper(load_to_make_a_module, load, _makes_modules)
+    return mark_wrapper(load_to_make_a_module, load, _wrap_module_reader)
 
 
 @cache
-def _replaces_folders(save: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_writer(save: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function that writes a file replace a sharded folder at the path."""
+
     @wraps(save)
     def save_file(checkpoint: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
         # fsspec would silently move the new file into the folder, and keep the old checkpoint
@@ -128,11 +140,11 @@ def _replaces_folders(save: Callable[..., Any]) -> Callable[..., Any]:
         from fsdp_core.checkpoint.format.file_names import is_ours
         from fsdp_core.checkpoint.format.manifest import MANIFEST
         from fsdp_core.checkpoint.storage.local_or_remote_folder import open_folder
-        from fsdp_core.lightning.checkpoints.full.file import replace_by
+        from fsdp_core.lightning.checkpoints.full.file import write_in_place_of_checkpoint
 
         folder = open_folder(filepath)
         if folder.local:
-            return replace_by(Path(folder.root), lambda: save(checkpoint, filepath, *args, **kwargs))
+            return write_in_place_of_checkpoint(Path(folder.root), lambda: save(checkpoint, filepath, *args, **kwargs))
         # an object store can hold a file and a folder of one name: the file is written, and then the folder removed
         names = [MANIFEST, *filter(is_ours, folder.files())]
         try:
@@ -145,11 +157,13 @@ def _replaces_folders(save: Callable[..., Any]) -> Callable[..., Any]:
         for name in names:
             folder.remove(name)
 
-    return mark_wrapper(save_file, save, _replaces_folders)
+    return mark_wrapper(save_file, save, _wrap_writer)
 
 
 @cache
-def _refuses_folders(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_loader_of_other_layout(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a strategy of Lightning's that reads folders of its own refuse ours, and say what to write instead."""
+
     @wraps(load_checkpoint)
     def load_own_layout(self: Any, *args: Any, **kwargs: Any) -> Any:
         arguments = inspect.signature(load_checkpoint).bind(self, *args, **kwargs).args
@@ -163,11 +177,13 @@ def _refuses_folders(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
             )
         return load_checkpoint(self, *args, **kwargs)
 
-    return mark_wrapper(load_own_layout, load_checkpoint, _refuses_folders)
+    return mark_wrapper(load_own_layout, load_checkpoint, _wrap_loader_of_other_layout)
 
 
 @cache
-def _warns_of_lost_positions(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_loader_of_files(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Lightning's strategies warn if a fit resumes from a folder whose loader positions they do not restore."""
+
     @wraps(load_checkpoint)
     def load_and_warn(self: Any, *args: Any, **kwargs: Any) -> Any:
         checkpoint = load_checkpoint(self, *args, **kwargs)
@@ -180,39 +196,43 @@ def _warns_of_lost_positions(load_checkpoint: Callable[..., Any]) -> Callable[..
             warn_of_lost_positions(checkpoint)
         return checkpoint
 
-    return mark_wrapper(load_and_warn, load_checkpoint, _warns_of_lost_positions)
+    return mark_wrapper(load_and_warn, load_checkpoint, _wrap_loader_of_files)
 
 
 @cache
-def _finds_complete_ones(find: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_search(find: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a callback's search for its last checkpoints pass over what interrupted saves have left."""
+
     @wraps(find)
     def find_last(self: Any, *args: Any, **kwargs: Any) -> Any:
         paths = (_searched_path(path, self._fs) for path in find(self, *args, **kwargs))
         return {path for path in paths if path is not None}
 
-    return mark_wrapper(find_last, find, _finds_complete_ones)
+    return mark_wrapper(find_last, find, _wrap_search)
 
 
 @cache
-def _selects_the_newest(select: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_selection(select: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Lightning resume from the checkpoint that is newest by its attempts, instead of by the hosts' clocks."""
+
     @wraps(select)
     def select_path(self: Any, state_fn: Any, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
         selected = _choose_newest(self, select(self, state_fn, ckpt_path, *args, **kwargs), ckpt_path)
         strategy = self.trainer.strategy
-        if hasattr(strategy, "resumes_from"):  # one of ours, which compares it with the other hosts' choices
+        if hasattr(strategy, "resumes_from"):  # a strategy of ours, which compares the path with the other ranks'
             strategy.resumes_from = None if selected is None else str(selected)
         return selected
 
-    return mark_wrapper(select_path, select, _selects_the_newest)
+    return mark_wrapper(select_path, select, _wrap_selection)
 
 
 def _choose_newest(connector: Any, selected: Any, ckpt_path: Any) -> Any:
     """The path to resume from: of the last checkpoints of several callbacks the newest, where that is known.
 
     Args:
-        connector: Lightning's connector, which has selected.
-        selected: What it has selected.
-        ckpt_path: What the user has asked for.
+        connector: Lightning's connector, which selects a path.
+        selected: The path that it has selected.
+        ckpt_path: The ``ckpt_path`` that the user has passed.
     """
     if selected is None or ckpt_path not in (None, "last"):
         return selected
@@ -220,15 +240,15 @@ def _choose_newest(connector: Any, selected: Any, ckpt_path: Any) -> Any:
     folders = list(folders_by_path.values())
     if str(selected) not in folders_by_path or not all(map(_is_sharded_folder, folders)):
         return selected
-    from fsdp_core.lightning.checkpoints.attempts import newest
+    from fsdp_core.lightning.checkpoints.attempts import find_newest
 
     newest_folder = None
-    # Saved when a signal came, if no callback saves then. It is in a folder that several runs may share.
+    # The checkpoint that was saved when a signal came, if no callback saves then. Several runs may share its folder.
     saved_on_signal = connector._hpc_resume_path
     if _is_sharded_folder(saved_on_signal):
-        newest_folder = newest([*folders, saved_on_signal])
-    if newest_folder is None:  # it is another run's, which can't be compared with the callbacks' checkpoints
-        newest_folder = newest(folders)
+        newest_folder = find_newest([*folders, saved_on_signal])
+    if newest_folder is None:  # what a signal has left is another run's, and not comparable with the callbacks'
+        newest_folder = find_newest(folders)
     if newest_folder is None:
         return selected
     return next((path for path, folder in folders_by_path.items() if folder == newest_folder), newest_folder)
@@ -268,9 +288,9 @@ def _is_sharded_folder(path: Any) -> bool:
     if not isinstance(path, str | Path) or str(path).startswith("http"):
         return False
     from fsdp_core.checkpoint import is_checkpoint
-    from fsdp_core.checkpoint.storage.recognition import is_place
+    from fsdp_core.checkpoint.storage.recognition import is_scattered_part
 
     try:
-        return is_checkpoint(path) or is_place(path)  # a part of a scattered save: reading it says what is missing
+        return is_checkpoint(path) or is_scattered_part(path)  # reading a part says what is missing
     except Exception:  # an inaccessible path: the error is left to Lightning
         return False

@@ -16,21 +16,22 @@ from torch import Tensor
 from fsdp_core import checkpoint as checkpoints
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.collective import run_on_all, total
-from fsdp_core.checkpoint.storage.joined import Paths
+from fsdp_core.checkpoint.storage.joined_folder import Paths
 from fsdp_core.checkpoint.storage.recognition import is_sharded
 from fsdp_core.errors import CheckpointError, FSDPError
 from fsdp_core.lightning.capability_checks import check_checkpoint
 from fsdp_core.lightning.checkpoints.full.file import read_full_file, write_full
-from fsdp_core.lightning.checkpoints.shared_disk import check_folder_around
+from fsdp_core.lightning.checkpoints.shared_disk import check_parent_folder
 
 if TYPE_CHECKING:
     from fsdp_core.lightning.strategy_saving import SavingStrategy
 
 __all__ = [
+    "OpenedCheckpoint",
     "SaveTarget",
     "io_for",
-    "own_exceptions",
     "read_checkpoint",
+    "unwrap_exceptions_of",
     "users_io",
     "write_file",
     "write_folder",
@@ -53,11 +54,25 @@ class SaveTarget:
     is_reported: bool = False
 
 
+@dataclass(frozen=True)
+class OpenedCheckpoint:
+    """What was read of a checkpoint.
+
+    Attributes:
+        state: The saved state. Tensors of a folder are not read yet.
+        is_folder: Whether it is a sharded folder, and not a full file.
+    """
+
+    state: Any
+    is_folder: bool
+
+
 def write_file(
     strategy: SavingStrategy,
     path: str,
     full_state: dict[str, Any],
-    live: Any,
+    *,
+    gathered_from: object,
     storage_options: Any,
     async_saves: AsyncSaves | None,
 ) -> None:
@@ -67,48 +82,48 @@ def write_file(
         strategy: The strategy, whose ``CheckpointIO`` writes it.
         path: The file.
         full_state: The gathered state, on rank 0.
-        live: What it was gathered from.
+        gathered_from: The nests of tensors that ``full_state`` was gathered from, and may share memory with.
         storage_options: For the ``CheckpointIO``.
         async_saves: Writes in the background; ``None`` to write now.
     """
     io = users_io(strategy)
-    with own_exceptions(io):
+    with unwrap_exceptions_of(io):
         write_full(
             path,
             full_state,
-            live,
-            write=lambda gathered: _write_beside(strategy.checkpoint_io, gathered, path, storage_options),
+            gathered_from=gathered_from,
+            write=lambda gathered: _write_then_replace(strategy.checkpoint_io, gathered, path, storage_options),
             runtime=strategy.runtime,
             async_saves=async_saves,
-            replaces_any=io is not None,
+            may_replace_folders=io is not None,
         )
 
 
-def _write_beside(io: CheckpointIO, full_state: dict[str, Any], path: str, storage_options: Any) -> None:
-    """Write a new file beside the one at a path, and replace the old one once the new one is complete.
+def _write_then_replace(io: CheckpointIO, full_state: dict[str, Any], path: str, storage_options: Any) -> None:
+    """Write a file under another name, and rename it to ``path`` once it is complete.
 
-    So a full disk, or a kill, leaves the old one.
+    So a full disk, or a kill, leaves the file that was at ``path``.
     """
     if type(io) is not TorchCheckpointIO or "://" in path:  # an object store replaces at once
         io.save_checkpoint(full_state, path, storage_options=storage_options)
         return
-    # a name that no search of Lightning's takes for a checkpoint, if a kill leaves it
-    beside = os.path.join(os.path.dirname(path), f".saving-{uuid.uuid4().hex[:8]}")
+    # a name that no search of Lightning's takes for a checkpoint, if a kill leaves the file
+    unfinished_path = os.path.join(os.path.dirname(path), f".saving-{uuid.uuid4().hex[:8]}")
     try:
-        io.save_checkpoint(full_state, beside, storage_options=storage_options)
-        os.replace(beside, path)
+        io.save_checkpoint(full_state, unfinished_path, storage_options=storage_options)
+        os.replace(unfinished_path, path)
     finally:
-        with suppress(FileNotFoundError):  # it was moved, unless something was raised
-            os.remove(beside)
+        with suppress(FileNotFoundError):  # the file was renamed, unless something was raised
+            os.remove(unfinished_path)
 
 
 def write_folder(
     strategy: SavingStrategy,
     target: SaveTarget,
     state: dict[str, Any],
+    *,
     storage_options: Any,
     async_saves: AsyncSaves | None,
-    *,
     kinds: Mapping[str, str],
     aliases: Mapping[str, str],
     deferred: Callable[[Tensor], Sequence[Tensor] | None] | None = None,
@@ -121,13 +136,13 @@ def write_folder(
         state: What this rank holds.
         storage_options: Refused: no ``CheckpointIO`` writes folders.
         async_saves: Writes in the background; ``None`` to write now.
-        kinds: By path in the state, ``"model"`` or ``"optimizer"``.
-        aliases: The further names of tied parameters, by path in the state.
+        kinds: By the path of a part of the state, what it is: ``"model"`` or ``"optimizer"``.
+        aliases: By the path of a tied parameter's further name, the path of the name that it is saved under.
         deferred: Which tensors are copied in the background as well; see :meth:`AsyncSaves.save`.
     """
     strategy.refuse_storage_options(storage_options)
     if not target.scattered:
-        check_folder_around(target.path, strategy.num_nodes, strategy.runtime)
+        check_parent_folder(target.path, strategy.num_nodes, strategy.runtime)
     save: Callable[..., Any]
     if async_saves is None:
         save = partial(checkpoints.save, runtime=strategy.runtime, one_after_another=strategy.sequential_save)
@@ -144,10 +159,10 @@ def write_folder(
 
 
 def users_io(strategy: SavingStrategy) -> CheckpointIO | None:
-    """The ``CheckpointIO`` that writes, reads and removes full files in its own way; ``None`` if torch's format does.
+    """The user's ``CheckpointIO``, which writes, reads and removes full files; ``None`` for files in torch's format.
 
     Args:
-        strategy: The strategy that it was given to.
+        strategy: The strategy that the user has given it to.
     """
     io = strategy.checkpoint_io if strategy.state_dict_type == "full" else None
     return None if type(io) is TorchCheckpointIO else io
@@ -160,10 +175,11 @@ def io_for(strategy: SavingStrategy, path: str) -> CheckpointIO | None:
 
 
 @contextmanager
-def own_exceptions(io: CheckpointIO | None) -> Iterator[None]:
-    """Let what a user's ``CheckpointIO`` raises reach the caller as it is, on the rank where it was raised.
+def unwrap_exceptions_of(io: CheckpointIO | None) -> Iterator[None]:
+    """A context that raises what a user's ``CheckpointIO`` has raised, in place of the ``CheckpointError`` around it.
 
-    Other ranks, and all without such a plugin, get the error that names the rank.
+    Other ranks than the one where the plugin has raised, and all ranks without such a plugin, raise the
+    ``CheckpointError``, which names the rank.
     """
     original: BaseException | None = None
     try:
@@ -177,8 +193,8 @@ def own_exceptions(io: CheckpointIO | None) -> Iterator[None]:
         raise original
 
 
-def read_checkpoint(strategy: SavingStrategy, path: Paths, weights_only: bool | None) -> tuple[Any, bool]:
-    """Read a sharded folder or a full file, whichever is found. All ranks must call it.
+def read_checkpoint(strategy: SavingStrategy, path: Paths, weights_only: bool | None) -> OpenedCheckpoint:
+    """Read a sharded folder or a full file, whichever is at the path. All ranks must call it.
 
     What is no sharded folder is read by the user's ``CheckpointIO`` on every rank, as by Lightning's own strategies.
 
@@ -187,25 +203,24 @@ def read_checkpoint(strategy: SavingStrategy, path: Paths, weights_only: bool | 
         path: A local path or an fsspec URL, the same on all ranks; or several, the places of a scattered save.
         weights_only: ``False`` lets a full file execute code.
 
-    Returns:
-        The saved state (tensors of a folder are not read yet), and whether it is a folder.
-
     Raises:
-        UnsupportedCapabilityError: The strategy does not declare it.
+        UnsupportedCapabilityError: The strategy does not declare that it reads such a checkpoint.
         CheckpointFormatError: Some rank finds no readable checkpoint there, or a damaged part of it.
     """
     runtime = strategy.runtime
-    # a user's CheckpointIO may write folders, too
-    is_sharded_folder = checkpoints.is_folder if users_io(strategy) is None else is_sharded
-    # a host that lacks the path must not look for a file there while the others read a folder together
-    is_here = not isinstance(path, str) or run_on_all(runtime, f"looking for {path}", lambda: is_sharded_folder(path))
-    sharded = total(runtime, [is_here])[0] > 0
-    check_checkpoint(strategy.strategy_name, "sharded" if sharded else "full", f"to load {path!r}")
-    if sharded or not isinstance(path, str):
-        return checkpoints.load(path, runtime=runtime), True
     io = users_io(strategy)
+    # a user's CheckpointIO may write folders, too: only one with our manifest is sharded
+    is_sharded_at = checkpoints.is_folder if io is None else is_sharded
+    # several paths are the folders of a scattered save
+    rank_sees_folder = not isinstance(path, str) or run_on_all(
+        runtime, f"looking for {path}", lambda: is_sharded_at(path)
+    )
+    # a host that lacks the path must not look for a file there while the others read a folder together
+    is_folder = total(runtime, [rank_sees_folder])[0] > 0
+    check_checkpoint(strategy.strategy_name, "sharded" if is_folder else "full", f"to load {path!r}")
+    if is_folder:
+        return OpenedCheckpoint(checkpoints.load(path, runtime=runtime), is_folder=True)
     read: Callable[..., Any] = read_full_file if io is None else io.load_checkpoint
-    contents: list[Any] = []
-    with own_exceptions(io):
-        run_on_all(runtime, f"reading {path}", lambda: contents.append(read(path, weights_only=weights_only)))
-    return contents[0], False
+    with unwrap_exceptions_of(io):
+        state = run_on_all(runtime, f"reading {path}", lambda: read(path, weights_only=weights_only))
+    return OpenedCheckpoint(state, is_folder=False)

@@ -15,10 +15,10 @@ from fsdp_core.errors import CheckpointError
 from fsdp_core.lightning.launchers.requeueing import requeue_signal_of
 from fsdp_core.runtime import Runtime
 
-__all__ = ["check_all_resume", "check_folder_around", "check_folders_of"]
+__all__ = ["check_all_resume", "check_checkpoint_folders", "check_parent_folder"]
 
 
-def check_folders_of(trainer: pl.Trainer, runtime: Runtime) -> None:
+def check_checkpoint_folders(trainer: pl.Trainer, runtime: Runtime) -> None:
     """Raise if hosts do not share the folder of a checkpoint callback. All ranks must call it.
 
     The folder of a callback that has no ``dirpath`` yet is checked at the first save. What is saved on SIGTERM and
@@ -38,7 +38,7 @@ def check_folders_of(trainer: pl.Trainer, runtime: Runtime) -> None:
     )
     requeue_signal = requeue_signal_of(getattr(trainer.strategy, "cluster_environment", None))
     if saves_on_exception and requeue_signal is None:
-        return  # such a callback saves on SIGTERM, and nothing goes to default_root_dir
+        return  # on SIGTERM that callback saves, so nothing goes to default_root_dir
     try:
         check_shared(str(trainer.default_root_dir), runtime)
     except CheckpointError as error:
@@ -64,11 +64,13 @@ def check_all_resume(path: str | None, runtime: Runtime) -> None:
     paths_and_hosts = runtime.gather_objects_to((path, socket.gethostname()))
     message = None
     if paths_and_hosts is not None:
-        rank = next(
-            rank for rank, (its_path, _) in enumerate(paths_and_hosts) if (its_path is None) != (first_path is None)
+        other_rank = next(
+            rank
+            for rank, (path_of_rank, _) in enumerate(paths_and_hosts)
+            if (path_of_rank is None) != (first_path is None)
         )
-        other_path, other_host = paths_and_hosts[rank]
-        rank_with, rank_without = f"rank 0 on {first_host}", f"rank {rank} on {other_host}"
+        other_path, other_host = paths_and_hosts[other_rank]
+        rank_with, rank_without = f"rank 0 on {first_host}", f"rank {other_rank} on {other_host}"
         if first_path is None:
             rank_with, rank_without = rank_without, rank_with
         message = (
@@ -80,7 +82,7 @@ def check_all_resume(path: str | None, runtime: Runtime) -> None:
     raise CheckpointError(runtime.broadcast_object(message))
 
 
-def check_folder_around(path: str, num_nodes: int, runtime: Runtime) -> None:
+def check_parent_folder(path: str, num_nodes: int, runtime: Runtime) -> None:
     """Raise if hosts do not share the folder that a checkpoint goes into. All ranks must call it.
 
     Args:

@@ -48,7 +48,7 @@ class BackgroundSaves(Feature):
             self.writer.step()
 
     def before_optimizer_step(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
-        """The closure for an optimizer to call. At its end the last save is copied, since the optimizer then writes."""
+        """Wrap an optimizer's closure: at its end the last save is copied, since the optimizer then writes."""
         return closure if self.writer is None else finish_copies_after(closure, self.writer, optimizer)
 
     def before_save(self, path: str) -> None:
@@ -66,21 +66,21 @@ class BackgroundSaves(Feature):
         Args:
             description: What the job does, for error messages.
             job: The job.
-            will_exist: By path, whether a checkpoint exists afterwards.
+            will_exist: By path, whether a checkpoint is there once the job is done.
         """
         scattered = self._strategy.scattered_save
 
-        def run(ranks: Runtime) -> None:
-            is_first = (ranks.local_rank if scattered else ranks.rank) == 0
-            run_on_all(ranks, description, lambda: job() if is_first else None)
+        def run_job(ranks: Runtime) -> None:
+            is_first_rank = (ranks.local_rank if scattered else ranks.rank) == 0
+            run_on_all(ranks, description, lambda: job() if is_first_rank else None)
             if scattered:
-                run_on_all(ranks, description, lambda: None if is_first else job())
+                run_on_all(ranks, description, lambda: None if is_first_rank else job())
 
         if self.writer is None:
-            run(self._strategy.runtime)
+            run_job(self._strategy.runtime)
         else:
             self.will_exist.update(will_exist)
-            self.writer.run(description, run)
+            self.writer.run(description, run_job)
 
     def close(self) -> None:
         """Wait for what is pending as a stage ends, once everything else has ended.
@@ -88,7 +88,7 @@ class BackgroundSaves(Feature):
         Raises:
             CheckpointError: A checkpoint could not be saved.
         """
-        saves = self.writer
-        self.writer = None
-        if saves is not None:
-            saves.close()
+        writer = self.writer
+        self.writer = None  # also if closing raises
+        if writer is not None:
+            writer.close()

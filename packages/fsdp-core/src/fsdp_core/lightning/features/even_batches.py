@@ -23,6 +23,8 @@ from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.agreement.same_optimizers import are_equal
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
     from fsdp_core.lightning.trainer_strategy import ShardedTrainerStrategy
 
 __all__ = ["EvenBatches"]
@@ -31,8 +33,9 @@ __all__ = ["EvenBatches"]
 class EvenBatches:
     """Compares the ranks' numbers of batches, and lets a rank with fewer in a prediction repeat its last one.
 
-    It takes these further steps because the others need its shards. If all loaders have a length, the number of further
-    steps is known before the first step. If not, the ranks compare before each batch which loader it comes from.
+    The rank takes these further steps because the others need its shards. If all loaders have a length, the number of
+    further steps is known before the first step. If not, the ranks compare before each batch which loader their next
+    batch comes from.
 
     Args:
         strategy: The strategy, whose ``predict_step`` runs a batch again.
@@ -41,8 +44,10 @@ class EvenBatches:
     def __init__(self, strategy: ShardedTrainerStrategy) -> None:
         self._strategy: Any = strategy
         #: Whether this rank may have to repeat its last batch.
-        self._repeats = False
+        self._may_repeat = False
+        #: Whether the user was told, in this prediction, that ranks repeat batches.
         self._has_reported = False
+        #: The loader of this rank's last batch, and what ``predict_step`` was called with for it.
         self._last_loader_idx: int | None = None
         self._last_arguments: tuple[Any, ...] = ()
 
@@ -71,47 +76,68 @@ class EvenBatches:
             f"Trainer(limit_{stage}_batches=N) with what the shortest has."
         )
 
-    def follow_prediction(self) -> None:
+    def begin_prediction(self) -> None:
         """Compare the numbers of batches, and let this rank run those that it lacks. All ranks must call it.
 
         Raises:
             ShardingError: A rank lacks batches of a loader and can't run its last one again.
         """
-        name = self._strategy.strategy_name
         runtime = self._strategy.runtime
         trainer = self._strategy.lightning_module.trainer
         batches = lengths_of_predictions(trainer)
         counts_by_rank = _gather_if_different(runtime, batches)
-        around_predictions(trainer)
-        self._repeats = self._has_reported = False
+        around_predictions(trainer)  # removes what an earlier prediction has set
+        self._may_repeat = self._has_reported = False
         self._last_loader_idx = None
         self._last_arguments = ()
-        difference = "" if counts_by_rank is None else _describe_counts(counts_by_rank, "predicts")
         if counts_by_rank is not None and len(set(map(len, counts_by_rank))) > 1:
+            difference = _describe_counts(counts_by_rank, "predicts")
             raise ShardingError(
-                f"{name}: {difference}. All ranks must take as many steps: each needs the shards of all.\n"
-                "Give each rank the same loaders."
+                f"{self._strategy.strategy_name}: {difference}. All ranks must take as many steps: each needs the "
+                "shards of all.\nGive each rank the same loaders."
             )
         module: Any = trainer.lightning_module
         takes_iterator = "dataloader_iter" in inspect.signature(module.predict_step).parameters
-        if any(math.inf in counts for counts in counts_by_rank or [batches]):
+        has_unknown_length = any(math.inf in counts for counts in counts_by_rank or [batches])
+        if has_unknown_length:
             if runtime.world_size > 1 and not takes_iterator:
-                self._repeats = True
-                loaders = len(batches)
-                around_predictions(
-                    trainer,
-                    before=lambda loader_idx: self._catch_up(loaders, loader_idx),
-                    end=lambda: self._catch_up(loaders, None),
-                )
-            return
-        if counts_by_rank is None:
-            return
-        most = [max(counts) for counts in zip(*counts_by_rank, strict=True)]
-        empty = [rank for rank, counts in enumerate(counts_by_rank) if 0 in counts and counts != most]
-        if empty:
+                self._compare_before_each_batch(trainer, loader_count=len(batches))
+        elif counts_by_rank is not None:
+            self._repeat_last_batches(trainer, batches, counts_by_rank, takes_iterator=takes_iterator)
+
+    def _compare_before_each_batch(self, trainer: pl.Trainer, *, loader_count: int) -> None:
+        """Let ranks find out as they predict who has fewer batches, where a loader has no length."""
+        self._may_repeat = True
+        around_predictions(
+            trainer,
+            before=lambda loader_idx: self._catch_up(loader_count, loader_idx),
+            end=lambda: self._catch_up(loader_count, None),
+        )
+
+    def _repeat_last_batches(
+        self,
+        trainer: pl.Trainer,
+        batches: Sequence[float],
+        counts_by_rank: Sequence[Sequence[float]],
+        *,
+        takes_iterator: bool,
+    ) -> None:
+        """Let this rank run the last batch of each loader again until it has run as many as any rank.
+
+        Args:
+            trainer: The Trainer.
+            batches: By loader, how many batches this rank has.
+            counts_by_rank: The same of every rank.
+            takes_iterator: Whether ``predict_step`` takes the loader's iterator in place of a batch.
+        """
+        name = self._strategy.strategy_name
+        difference = _describe_counts(counts_by_rank, "predicts")
+        largest_counts = [max(counts) for counts in zip(*counts_by_rank, strict=True)]
+        empty_ranks = [rank for rank, counts in enumerate(counts_by_rank) if 0 in counts and counts != largest_counts]
+        if empty_ranks:
             raise ShardingError(
                 f"{name}: {difference}. All ranks must take as many steps: each needs the shards of all, and rank "
-                f"{', '.join(map(str, empty))} has no batch that it could run again.\n"
+                f"{', '.join(map(str, empty_ranks))} has no batch that it could run again.\n"
                 "Give each rank one batch at least: use fewer ranks, or smaller batches."
             )
         if takes_iterator:
@@ -121,28 +147,29 @@ class EvenBatches:
                 "Write predict_step(batch, batch_idx), or give each rank as many batches."
             )
         rank_zero_info(f"{name}: {difference}. {_REPEATED}")
-        repetitions = [int(largest - count) for count, largest in zip(batches, most, strict=True)]
-        self._repeats = any(repetitions)
+        repetitions = [int(largest - count) for count, largest in zip(batches, largest_counts, strict=True)]
+        self._may_repeat = any(repetitions)
 
-        def after(batch_idx: int, dataloader_idx: int) -> None:
-            if batch_idx + 1 == batches[dataloader_idx]:
+        def repeat_last_batch(batch_idx: int, dataloader_idx: int) -> None:
+            is_last_batch = batch_idx + 1 == batches[dataloader_idx]
+            if is_last_batch:
                 for _ in range(repetitions[dataloader_idx]):
                     self._strategy.predict_step(*self._last_arguments)
                 self._last_arguments = ()
 
-        if self._repeats:
-            around_predictions(trainer, after=after)
+        if self._may_repeat:
+            around_predictions(trainer, after=repeat_last_batch)
 
-    def remember(self, *args: Any) -> None:
-        """Remember what ``predict_step`` is called with, where the call may have to be repeated."""
-        if self._repeats:
+    def record_arguments(self, *args: Any) -> None:
+        """Record what ``predict_step`` is called with, where the call may have to be repeated."""
+        if self._may_repeat:
             self._last_arguments = args
 
-    def _catch_up(self, loaders: int, loader_idx: int | None) -> None:
+    def _catch_up(self, loader_count: int, loader_idx: int | None) -> None:
         """Run the last batch again as long as another rank's next batch is of an earlier loader than this rank's.
 
         Args:
-            loaders: How many loaders there are.
+            loader_count: How many loaders there are.
             loader_idx: The loader of this rank's next batch; ``None`` if there is no next batch.
 
         Raises:
@@ -151,9 +178,10 @@ class EvenBatches:
         name = self._strategy.strategy_name
         runtime = self._strategy.runtime
         while True:
-            ranks_by_loader = runtime.total([int(loader_idx == loader) for loader in range(loaders)])
-            current = next((loader for loader, ranks in enumerate(ranks_by_loader) if ranks), None)
-            if current is not None and ranks_by_loader[current] < runtime.world_size and not self._has_reported:
+            # by loader, how many ranks have their next batch from it; all ranks run the earliest loader's first
+            rank_counts = runtime.total([int(loader_idx == loader) for loader in range(loader_count)])
+            current = next((loader for loader, rank_count in enumerate(rank_counts) if rank_count), None)
+            if current is not None and rank_counts[current] < runtime.world_size and not self._has_reported:
                 self._has_reported = True
                 rank_zero_info(f"{name}: some ranks predict fewer batches of loader {current} than others. {_REPEATED}")
             if current is None or current == loader_idx:
@@ -178,7 +206,7 @@ _REPEATED = (
 
 def _gather_if_different(runtime: Runtime, batches: Sequence[float]) -> list[list[float]] | None:
     """The numbers of batches of all ranks; ``None`` if they are the same."""
-    digest = zlib.crc32(repr(list(map(float, batches))).encode()) >> 8
+    digest = zlib.crc32(repr(list(map(float, batches))).encode()) >> 8  # so that sums of its squares fit into 64 bits
     total, sum_of_squares = runtime.total([digest, digest**2])
     return None if are_equal(total, sum_of_squares, runtime.world_size) else runtime.gather_objects(list(batches))
 

@@ -18,10 +18,10 @@ from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.held_gradients import describe_gradients, gradients_of_rank
 from fsdp_core.state.random_state import random_state, set_random_state, state_of_rank
 
-__all__ = ["KEY", "ExactResume"]
+__all__ = ["EXACT_RESUME_KEY", "ExactResume"]
 
-#: The key of a Trainer's checkpoint that holds this module's state.
-KEY = "fsdp_core"
+#: The key of a Trainer's checkpoint under which :meth:`ExactResume.state` is saved.
+EXACT_RESUME_KEY = "fsdp_core"
 
 
 class ExactResume(Feature):
@@ -42,13 +42,17 @@ class ExactResume(Feature):
         self._runtime = runtime
         self._loaders = TrainingLoaders()
         self._attempts = Attempts()
-        #: This rank's random state in the checkpoint, until the first batch.
+        #: This rank's random state in the checkpoint; ``None`` from the first batch on.
         self._saved_random_state: Mapping[str, Any] | None = None
-        self._gradients: Mapping[str, Any] | None = None
+        #: The accumulated gradients in the checkpoint; ``None`` once they are restored.
+        self._saved_gradients: Mapping[str, Any] | None = None
+        #: Whether the random state was set, and iterators that draw from it may have been created since.
         self._is_set_for_iterators = False
         self._state_after_iterators: dict[str, Any] | None = None
         self._state_before_validation: dict[str, Any] | None = None
+        #: The optimizers that have not stepped since the last backward pass.
         self._optimizers_with_gradients: list[Optimizer] = []
+        #: Each loop of the Trainer that has a wrapper in place of a method, with the method's name.
         self._wrapped_methods: list[tuple[Any, str]] = []
 
     # -- what is saved ---------------------------------------------------------------------------------------------
@@ -67,12 +71,11 @@ class ExactResume(Feature):
             "ranks": [{"random": rank_state} for rank_state in states],
             "attempts": self._attempts.state(),
         }
-        gradients = (
-            describe_gradients(sharded.accumulated_gradients(), self._runtime)
-            if self._optimizers_with_gradients
-            else None
-        )
-        return state if gradients is None else {**state, "gradients": gradients}
+        if self._optimizers_with_gradients:
+            gradients = describe_gradients(sharded.accumulated_gradients(), self._runtime)
+            if gradients is not None:
+                state["gradients"] = gradients
+        return state
 
     def add_positions(self, checkpoint: Mapping[str, Any], trainer: pl.Trainer) -> dict[str, Any]:
         """Lightning's checkpoint dict with the positions of all ranks' training loaders. All ranks must call it."""
@@ -91,11 +94,11 @@ class ExactResume(Feature):
         """
         self._loaders.progress_restored(trainer)
         self._attempts.continue_from(state)
-        self._saved_random_state = self._gradients = None
+        self._saved_random_state = self._saved_gradients = None
         if state is not None:
             random_states = [rank_state["random"] for rank_state in state["ranks"]]
             self._saved_random_state = state_of_rank(random_states, self._runtime)
-            self._gradients = state.get("gradients")
+            self._saved_gradients = state.get("gradients")
 
     # -- accumulated gradients -------------------------------------------------------------------------------------
 
@@ -118,9 +121,9 @@ class ExactResume(Feature):
             loop = trainer.fit_loop
             validation = loop.epoch_loop.val_loop
             self._wrap_method(loop, "setup_data", self._set_up_data)  # which creates iterators
-            self._wrap_method(validation, "run", self._validate)
+            self._wrap_method(validation, "run", self._keep_random_state)
             # called in place of a validation that is skipped on resuming, and sets up its loaders
-            self._wrap_method(validation, "increment_progress_to_evaluation_end", self._validate)
+            self._wrap_method(validation, "increment_progress_to_evaluation_end", self._keep_random_state)
 
     def prepare_loader(self, loader: object, trainer: pl.Trainer) -> object:
         """Track a loader that Lightning has prepared for training; for another stage, copy one that is tracked."""
@@ -132,8 +135,8 @@ class ExactResume(Feature):
 
     def train_start(self, trainer: pl.Trainer, sharded: Sharded) -> None:
         """Restore gradients, which Lightning has zeroed as the fit began; then positions, then the random state."""
-        gradients = self._gradients
-        self._gradients = None
+        gradients = self._saved_gradients
+        self._saved_gradients = None
         if gradients is not None:
             sharded.restore_gradients(gradients_of_rank(gradients, self._runtime), gradients["reduced"])
             self.after_backward(trainer.optimizers)
@@ -181,10 +184,10 @@ class ExactResume(Feature):
             set_random_state(self._saved_random_state, self._runtime)
         self._saved_random_state = self._state_after_iterators = None
 
-    def _wrap_method(self, loop: Any, name: str, call: Callable[[Callable[..., Any]], Any]) -> None:
-        """Replace a loop's method by a call of ``call`` with the method, which it is to call."""
+    def _wrap_method(self, loop: Any, name: str, wrapper: Callable[[Callable[..., Any]], Any]) -> None:
+        """Make a loop call ``wrapper(method)`` instead of its method; the wrapper is to call the method."""
         method = getattr(loop, name)
-        setattr(loop, name, wraps(method)(lambda: call(method)))
+        setattr(loop, name, wraps(method)(lambda: wrapper(method)))
         self._wrapped_methods.append((loop, name))
 
     def _set_up_data(self, setup_data: Callable[[], None]) -> None:
@@ -192,19 +195,21 @@ class ExactResume(Feature):
         self._record_state_after_iterators()
 
     def _record_state_after_iterators(self) -> None:
-        """Record the random state after iterators were created. None were if nothing was drawn since it was set."""
+        """Record the random state that iterators have left, if any were created since the state was set for them."""
         if self._saved_random_state is not None and self._is_set_for_iterators:
             current = random_state(self._runtime)
-            if not torch.equal(current["torch"], self._saved_random_state["torch"]):
+            has_drawn = not torch.equal(current["torch"], self._saved_random_state["torch"])
+            if has_drawn:  # an iterator's seed
                 self._state_after_iterators = current
             self._is_set_for_iterators = False
 
-    def _validate(self, run: Callable[[], Any]) -> Any:
-        if self._state_before_validation is not None:
-            return run()
+    def _keep_random_state(self, validate: Callable[[], Any]) -> Any:
+        """Run a validation, and set the random state to what it was before."""
+        if self._state_before_validation is not None:  # one of the two wrapped methods calls the other
+            return validate()
         self._state_before_validation = random_state(self._runtime)
         try:
-            return run()
+            return validate()
         finally:
             set_random_state(self._state_before_validation, self._runtime)
             self._state_before_validation = None

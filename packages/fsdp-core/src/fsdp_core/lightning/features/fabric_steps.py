@@ -16,11 +16,10 @@ from fsdp_core.gradients.step_gradients import unguard_parameters
 from fsdp_core.lightning.features.finite_gradients import refuse_nonfinite
 from fsdp_core.lightning.features.gradient_guard import GradientGuard
 from fsdp_core.lightning.features.no_sync import NoSync
+from fsdp_core.lightning.outside_steps.error_notes import explain_shards, explain_uncaught_error
 from fsdp_core.lightning.outside_steps.first_forwards import FirstForwards
 from fsdp_core.lightning.outside_steps.forwarding import ShardedForward
 from fsdp_core.lightning.outside_steps.redirection import (
-    explain_shards,
-    explain_uncaught_error,
     is_inside_forward,
     mend_caught,
 )
@@ -42,14 +41,14 @@ class FabricSteps:
 
     Attributes:
         gradient_guard: Refuses what users compute of pieces, between the library's own computations.
-        counts: How many steps an optimizer has taken.
+        step_counts: How many steps each optimizer has taken.
         no_sync: Lets backward passes leave gradients unreduced.
     """
 
     def __init__(self, strategy: ShardedFabricStrategy) -> None:
         self._strategy = strategy
         self.gradient_guard = GradientGuard(strategy)
-        self.counts: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self.step_counts: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self.no_sync = NoSync(strategy)
         self._roots: list[ref[Sharded]] = []
         self._first_forwards: list[FirstForwards] = []
@@ -72,7 +71,7 @@ class FabricSteps:
         """Shard a module, and follow its passes."""
         unguard_parameters(module.parameters())  # the module may be sharded already, and guarded by another Fabric
         sharded = shard(module)
-        # an exception in the user's loop passes through no code of ours that could explain it
+        # an exception in the user's loop passes through no code of ours: it is explained as the process ends
         explain_uncaught(explain_uncaught_error)
         if not any(root is sharded for root in self.roots):
             self._roots.append(ref(sharded))
@@ -85,8 +84,8 @@ class FabricSteps:
         """Run a backward pass.
 
         Args:
-            loss: What it begins with.
-            run: Runs it.
+            loss: The tensor that the pass begins with.
+            run: Runs the pass.
         """
         roots = self.roots
         for forwards in self._first_forwards:
@@ -105,7 +104,8 @@ class FabricSteps:
         finally:
             self._in_backward = False
         for root in roots:
-            if root.is_called_in_backward and not in_backward():  # a library may have left it gathered
+            # a call in the backward pass may have left the root gathered; an outer backward pass may still need that
+            if root.is_called_in_backward and not in_backward():
                 root.is_called_in_backward = False
                 root.end_call()
         self.no_sync.after_backward(roots)
@@ -114,12 +114,17 @@ class FabricSteps:
     def _before_pass(self, outputs: Sequence[Tensor | GradientEdge]) -> None:
         """Mend roots before a backward pass that Fabric does not run, such as ``torch.autograd.grad``."""
         if not self._in_backward:
-            self.gradient_guard.guard_parameters()  # the library gathers from flat parameters
-            self.gradient_guard.guard_flat_pieces()  # which are pieces again at the end of the pass
+            # flat parameters are let through, since the library gathers from them; those that are not gathered now
+            # are refused again
+            self.gradient_guard.guard_parameters()
+            self.gradient_guard.guard_flat_pieces()
             self._mend_roots(outputs)
 
     def _mend_roots(self, outputs: Sequence[Tensor | GradientEdge]) -> None:
-        """Mend roots before a backward pass from some outputs; raise only if the pass reaches a root that can't be."""
+        """Mend roots before a backward pass from some outputs; raise only if the pass reaches a root that stays broken.
+
+        Another model than the one that an exception has interrupted may go on.
+        """
         for root in self.roots:
             try:
                 mend_caught(root)
@@ -132,7 +137,7 @@ class FabricSteps:
 
         Args:
             optimizer: The optimizer.
-            closure: What it evaluates, if anything.
+            closure: The function that the optimizer evaluates; ``None`` if the user has given none.
             step: Makes the step, with ``closure=`` if there is one.
         """
         strategy, roots = self._strategy, self.roots
@@ -142,11 +147,12 @@ class FabricSteps:
             try:
                 mend_caught(root)
             except ShardingError:
-                # the optimizer of another model may step
                 optimizer_params = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-                if not optimizer_params.isdisjoint(map(id, root.leaves())):
+                is_of_another_model = optimizer_params.isdisjoint(map(id, root.leaves()))
+                if not is_of_another_model:
                     raise
-        roots_inside = [root for root in roots if is_inside_forward(root.root)]  # a method that does a whole step
+        # inside a method of theirs that takes whole steps
+        roots_inside = [root for root in roots if is_inside_forward(root.root)]
         for root in roots_inside:
             root.keep_writes()
         if closure is None:
@@ -154,7 +160,7 @@ class FabricSteps:
             output = step()
         else:
             output = step(closure=partial(self._evaluate, closure, optimizer, roots_inside))
-        self.counts[optimizer] = self.counts.get(optimizer, 0) + 1
+        self.step_counts[optimizer] = self.step_counts.get(optimizer, 0) + 1
         for forwards in self._first_forwards[:]:
             has_ended = forwards.stop()
             if has_ended:
@@ -170,6 +176,7 @@ class FabricSteps:
         return output
 
     def _evaluate(self, closure: Callable[[], Any], optimizer: Any, roots_inside: Iterable[Sharded]) -> Any:
+        """Evaluate the user's closure, in which users compute again, between two parts of an optimizer's step."""
         for root in roots_inside:
             root.stepped_inside()
         self.gradient_guard.guard_parameters()
@@ -191,5 +198,5 @@ class FabricSteps:
         strategy.sharded_optimizers.check_first_gradients(optimizer, roots)
         scaler = getattr(strategy.precision, "scaler", None)
         if strategy.error_if_nonfinite and not (scaler is not None and scaler.is_enabled()):
-            step = f"step {self.counts.get(optimizer, 0) + 1} of this run"
+            step = f"step {self.step_counts.get(optimizer, 0) + 1} of this run"
             refuse_nonfinite(optimizer, roots, strategy.runtime, step)

@@ -26,7 +26,7 @@ def check_error_if_nonfinite(value: object) -> None:
     """Refuse an ``error_if_nonfinite`` that is not a ``bool``.
 
     Raises:
-        UnsupportedCapabilityError: It is none.
+        UnsupportedCapabilityError: The value is no ``bool``.
     """
     if not isinstance(value, bool):
         raise UnsupportedCapabilityError(
@@ -51,7 +51,7 @@ def refuse_nonfinite(optimizer: Optimizer, roots: Sequence[Sharded], runtime: Ru
     if all_finite((p.grad for p in optimizer_params if p.grad is not None), runtime):
         return
     for root in roots:
-        root.abandon_forward()  # in manual optimization one is running, and shows gathered parameters
+        root.abandon_forward()  # in manual optimization a forward pass is running, and shows gathered parameters
         root.reshard()
     optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper around the user's
     layout = {p: parts for root in roots for p, parts in root.layout().items()}
@@ -59,18 +59,17 @@ def refuse_nonfinite(optimizer: Optimizer, roots: Sequence[Sharded], runtime: Ru
     nonfinite_anywhere = runtime.all_reduce(
         torch.stack([_is_nonfinite(p, runtime.device) for p in optimizer_params]), "max"
     ).tolist()
-    nonfinite_here: set[str] = set()
+    own_nonfinite_names: set[str] = set()
     for p, is_nonfinite in zip(optimizer_params, nonfinite_anywhere, strict=True):
-        if is_nonfinite and p.grad is not None:  # is_nonfinite is the same on every rank
+        if is_nonfinite and p.grad is not None:  # is_nonfinite is the same on every rank, which _are_finite() needs
             # copied to the host as one tensor: on XLA, where ranks hold different pieces, they would compile different
             # programs otherwise
             gradient = p.grad if isinstance(p.grad, DTensor) else plain(p.grad).detach().cpu()
-            nonfinite_here.update(part.name for part in layout.get(p, ()) if not _are_finite(part.of(gradient)))
-    nonfinite_names = set().union(*runtime.gather_objects(nonfinite_here))
+            own_nonfinite_names.update(part.name for part in layout.get(p, ()) if not _are_finite(part.of(gradient)))
+    nonfinite_names = set().union(*runtime.gather_objects(own_nonfinite_names))
     names = [name for name in dict.fromkeys(names_in_order) if name in nonfinite_names]
-    listing = ", ".join(map(repr, names[:_MAX_LISTED])) + (
-        f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    )
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    listing = ", ".join(map(repr, names[:_MAX_LISTED])) + more
     count = f"{len(names)} parameter{'s' if len(names) != 1 else ''} of {type(optimizer).__name__}"
     raise NonFiniteGradientError(
         f"before {step}, the gradients of {count} hold NaN or infinity: {listing}.\n"

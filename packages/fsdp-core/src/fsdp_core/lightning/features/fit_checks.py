@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.lightning.capability_checks import check_loop
 from fsdp_core.lightning.checkpoints.hyper_parameters import check_hyper_parameters
-from fsdp_core.lightning.checkpoints.shared_disk import check_all_resume, check_folders_of
+from fsdp_core.lightning.checkpoints.shared_disk import check_all_resume, check_checkpoint_folders
 from fsdp_core.lightning.features.callbacks_over_shards import check_pruning
 from fsdp_core.lightning.features.feature import Feature
 from fsdp_core.lightning.launchers.ray_train import check_reports
@@ -34,7 +34,7 @@ class FitChecks(Feature):
 
     def setup(self, trainer: pl.Trainer, *, fitting: bool) -> None:
         strategy = self._strategy
-        name = self._strategy.strategy_name
+        name = strategy.strategy_name
         module = trainer.lightning_module
         if fitting:
             check_loop(name, strategy.state_dict_type, trainer, module)
@@ -52,7 +52,7 @@ class FitChecks(Feature):
             if datamodule is not None:
                 check_hyper_parameters(datamodule, "datamodule_hyper_parameters")
             if strategy.num_nodes > 1 and not strategy.scattered_save:
-                check_folders_of(trainer, strategy.runtime)
+                check_checkpoint_folders(trainer, strategy.runtime)
 
 
 def _check_loggers(strategy: str, trainer: pl.Trainer, module: pl.LightningModule) -> None:

@@ -24,7 +24,7 @@ from fsdp_core.gradients.step_gradients import (
     unguard_parameters,
     unguard_states,
 )
-from fsdp_core.lightning.outside_steps.exporting import refuse_values_of_parts
+from fsdp_core.lightning.outside_steps.exporting import allow_unreduced_reads, refuse_unreduced_reads
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.owned import owners_of
 from fsdp_core.torch_private.modules import is_piece_now
@@ -49,10 +49,11 @@ class GradientGuard:
 
     def __init__(self, strategy: ShardedTrainerStrategy | ShardedFabricStrategy) -> None:
         self._strategy = strategy
-        #: The optimizers' parameters when the pieces below were found. Those are found again only if these change.
+        #: The optimizers' parameters when the pieces below were looked for: only if these change, they are looked for
+        #: again.
         self._optimizer_params: list[ref[Tensor]] = []
         self._optimizer_piece_refs: list[ref[Tensor]] = []
-        self._piece_ids: frozenset[int] = frozenset()
+        self._piece_ids: frozenset[int] = frozenset()  # of the tensors in _optimizer_piece_refs
         self._flat_piece_refs: list[ref[Tensor]] = []
         self._module_piece_refs: list[ref[Tensor]] = []
         find_parameters_by(self)
@@ -67,7 +68,7 @@ class GradientGuard:
         guard_states(self._states())
         guard_parameters(self._pieces())
         self.guard_flat_pieces()
-        refuse_values_of_parts(True)
+        refuse_unreduced_reads()
 
     def guard_flat_pieces(self) -> None:
         """Refuse computations on flat parameters, except on those that are gathered inside a step."""
@@ -79,7 +80,7 @@ class GradientGuard:
         unguard_parameters([*self._pieces(), *self._flat_parameters()])
         unguard(self._gradients())
         unguard_states(self._states())
-        refuse_values_of_parts(False)
+        allow_unreduced_reads()
 
     def guard_parameters(self, *, between_steps: bool = False) -> None:
         """Refuse computations on parameters, and on what optimizers keep for them, from now on.
@@ -95,10 +96,10 @@ class GradientGuard:
             guard_parameters(self._flat_parameters())
         else:
             unguard_parameters(self._flat_parameters())
-        refuse_values_of_parts(True)
+        refuse_unreduced_reads()
 
     def add(self, root: Sharded) -> None:
-        """Refuse such computations on another root's parameters, too: it was sharded, and may have no optimizer."""
+        """Refuse such computations on the parameters of a root that was sharded now, and may have no optimizer."""
         self._find_module_pieces(root)
         self.on()
 
@@ -132,7 +133,7 @@ class GradientGuard:
             guard_states(self._states())
 
     def parameter_of(self, state: Tensor) -> Tensor | None:
-        """The piece for which one of the strategy's optimizers keeps a tensor; ``None`` if none does."""
+        """The piece for which one of the strategy's optimizers keeps a state tensor; ``None`` if none does."""
         for optimizer in self._strategy.optimizers if self._piece_ids else ():
             parameter = parameter_of_state(optimizer, state)
             if parameter is not None and id(parameter) in self._piece_ids:
@@ -147,7 +148,8 @@ class GradientGuard:
         """What optimizers keep for this rank's pieces of parameters."""
         states: list[Tensor] = []
         for optimizer in self._strategy.optimizers if self._piece_ids else ():
-            if owners_of(optimizer) is None:  # an owner keeps states of whole parameters
+            keeps_full_states = owners_of(optimizer) is not None
+            if not keeps_full_states:
                 states += states_of_pieces(optimizer, self._optimizer_pieces, self._piece_ids)
         return states
 
@@ -164,6 +166,7 @@ class GradientGuard:
         return _referents(self._module_piece_refs)
 
     def _find_pieces(self) -> None:
+        """Find this rank's pieces again if the optimizers hold other parameters than before."""
         # map and chain loop over parameters in C: this runs several times a step
         groups = [group["params"] for optimizer in self._strategy.optimizers for group in optimizer.param_groups]
         optimizer_params = list(chain.from_iterable(groups))
@@ -173,7 +176,7 @@ class GradientGuard:
         self._optimizer_params = [ref(p) for p in optimizer_params]
         roots = self._strategy.trained_roots
         plain_params = [p for p in optimizer_params if not isinstance(p, DTensor)]
-        self._optimizer_piece_refs = [ref(p) for p in plain_params if any(root.holds_part(p) for root in roots)]
+        self._optimizer_piece_refs = [ref(p) for p in plain_params if any(root.is_shard(p) for root in roots)]
         pieces = list(self._optimizer_pieces())
         self._piece_ids = frozenset(map(id, pieces))
         self._flat_piece_refs = [ref(p) for p in pieces if isinstance(p, FlatParameter)]
@@ -181,10 +184,11 @@ class GradientGuard:
             self._find_module_pieces(root)
 
     def _find_module_pieces(self, root: Sharded) -> None:
-        # pieces that were found before are kept: the root may be gathered now, and then its modules hold none
+        """Add the pieces that a root's modules show now to those that are known."""
+        # known pieces are kept: the root may be gathered now, and then its modules hold none
         known_pieces = list(_referents(self._module_piece_refs))
         known_ids = set(map(id, known_pieces))
-        new_pieces = (p for p in root.module.parameters() if id(p) not in known_ids and root.shows_piece(p))
+        new_pieces = (p for p in root.module.parameters() if id(p) not in known_ids and root.is_guarded_shard(p))
         self._module_piece_refs = list(map(ref, chain(known_pieces, new_pieces)))
 
 

@@ -30,13 +30,14 @@ class LateParamGroups(Feature):
     """
 
     def __init__(self) -> None:
+        #: By optimizer, the state of the groups that it does not hold yet: ``{"state": …, "param_groups": […]}``.
         self._pending: dict[Optimizer, Mapping[str, Any]] = {}
 
     def module_sharded(self, trainer: pl.Trainer, sharded: Sharded, *, fitting: bool) -> None:
         """Discard what an earlier fit left, as a fit begins."""
         if fitting:
             for optimizer in self._pending:
-                _when_added.pop(optimizer, None)
+                _callbacks_on_added.pop(optimizer, None)
             self._pending.clear()
 
     def divide(
@@ -59,14 +60,18 @@ class LateParamGroups(Feature):
         optimizer_names = {name for group in optimizer.param_groups for name in _names_of(group, sharded)}
         sharded_names = {part.name for parts in layout.values() for part in parts} - set(names_of_others)
         absent = sharded_names - optimizer_names
-        late = [group for group in saved["param_groups"] if group["params"] and absent.issuperset(group["params"])]
-        if not late:
+        present_groups: list[Mapping[str, Any]] = []
+        late_groups: list[Mapping[str, Any]] = []
+        for group in saved["param_groups"]:
+            is_late = bool(group["params"]) and absent.issuperset(group["params"])
+            (late_groups if is_late else present_groups).append(group)
+        if not late_groups:
             return saved, {}
-        names = {name for group in late for name in group["params"]}
-        present_state = {name: values for name, values in saved["state"].items() if name not in names}
-        late_state = {name: values for name, values in saved["state"].items() if name in names}
-        groups = [group for group in saved["param_groups"] if not any(group is late_group for late_group in late)]
-        return {**saved, "state": present_state, "param_groups": groups}, {"state": late_state, "param_groups": late}
+        late_names = {name for group in late_groups for name in group["params"]}
+        present_state = {name: values for name, values in saved["state"].items() if name not in late_names}
+        late_state = {name: values for name, values in saved["state"].items() if name in late_names}
+        present = {**saved, "state": present_state, "param_groups": present_groups}
+        return present, {"state": late_state, "param_groups": late_groups}
 
     def check(self, optimizer: Optimizer, sharded: Sharded, late: Mapping[str, Any]) -> None:
         """Check that a state fits the parameters, before anything is changed.
@@ -85,8 +90,8 @@ class LateParamGroups(Feature):
         Args:
             optimizer: The optimizer that is to get them.
             late: The state; nothing is done if it is empty.
-            on_added: Called with the optimizer whenever it was given a param group, until it has all of them. It must
-                call :meth:`restore`.
+            on_added: Called with the optimizer whenever it was given a param group, until it has all of them. The
+                function must call :meth:`restore`.
         """
         if late:
             self._pending[optimizer] = late
@@ -105,15 +110,15 @@ class LateParamGroups(Feature):
         late = self._pending.get(optimizer)
         if late is None:
             return
-        group_index = {name: index for index, group in enumerate(late["param_groups"]) for name in group["params"]}
+        index_by_name = {name: index for index, group in enumerate(late["param_groups"]) for name in group["params"]}
         added_groups: list[dict[str, Any]] = []
-        indexes: set[int] = set()  # of the saved groups that are among them
+        added_indexes: set[int] = set()  # of the saved groups that were added
         for group in optimizer.param_groups:
             names = _names_of(group, sharded)
-            first_late_name = next((name for name in names if name in group_index), None)
+            first_late_name = next((name for name in names if name in index_by_name), None)
             if first_late_name is None:
                 continue
-            index = group_index[first_late_name]
+            index = index_by_name[first_late_name]
             saved_names = late["param_groups"][index]["params"]
             if set(names) != set(saved_names):
                 raise CheckpointMismatchError(
@@ -122,21 +127,21 @@ class LateParamGroups(Feature):
                     "Add the param groups that it was saved with, each by one call of optimizer.add_param_group()."
                 )
             added_groups.append(group)
-            indexes.add(index)
+            added_indexes.add(index)
         if not added_groups:
             return
-        groups = [late["param_groups"][index] for index in sorted(indexes)]
-        names_now = {name for group in groups for name in group["params"]}
-        state = {name: values for name, values in late["state"].items() if name in names_now}
+        saved_groups = [late["param_groups"][index] for index in sorted(added_indexes)]
+        added_names = {name for group in saved_groups for name in group["params"]}
+        state = {name: values for name, values in late["state"].items() if name in added_names}
         with _only_groups(optimizer, added_groups):
-            sharded.load_optimizer_state(optimizer, {"state": state, "param_groups": groups})
-        remaining = [group for index, group in enumerate(late["param_groups"]) if index not in indexes]
-        if remaining:
-            remaining_state = {name: values for name, values in late["state"].items() if name not in names_now}
-            self._pending[optimizer] = {"state": remaining_state, "param_groups": remaining}
+            sharded.load_optimizer_state(optimizer, {"state": state, "param_groups": saved_groups})
+        remaining_groups = [group for index, group in enumerate(late["param_groups"]) if index not in added_indexes]
+        if remaining_groups:
+            remaining_state = {name: values for name, values in late["state"].items() if name not in added_names}
+            self._pending[optimizer] = {"state": remaining_state, "param_groups": remaining_groups}
         else:
             del self._pending[optimizer]
-            _when_added.pop(optimizer, None)
+            _callbacks_on_added.pop(optimizer, None)
 
     def unfreeze(self, optimizers: Sequence[Optimizer], sharded: Sharded, trainer: pl.Trainer) -> None:
         """Add the param groups that a ``BaseFinetuning`` callback had added, and unfreeze their parameters.
@@ -154,13 +159,13 @@ class LateParamGroups(Feature):
                 settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
                 optimizer.add_param_group({**settings, "params": parameters})
         for callback in callbacks:
-            callback._restarting = False  # it would restore the groups of this checkpoint in the next fit
+            callback._restarting = False  # else the callback would restore this checkpoint's groups in the next fit
 
     def check_complete(self, optimizer: Optimizer) -> None:
         """Refuse a step of an optimizer that still lacks param groups.
 
         Raises:
-            CheckpointMismatchError: It does.
+            CheckpointMismatchError: The optimizer lacks param groups.
         """
         late = self._pending.get(optimizer)
         if late is not None:
@@ -191,7 +196,7 @@ class LateParamGroups(Feature):
 def _only_groups(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Iterator[None]:
     """A context in which an optimizer has only these param groups, for functions that restore all that it has.
 
-    It remains the same optimizer object, since how state is kept (whole on owners, or quantised) is looked up by it.
+    It must remain the same object: by it, other code looks up how state is kept (whole on owners, or quantised).
     """
     all_groups = list(optimizer.param_groups)
     state = dict(optimizer.state)
@@ -210,8 +215,8 @@ def _names_of(group: Mapping[str, Any], sharded: Sharded) -> list[str]:
 
 
 def _parameters(sharded: Sharded, names: Iterable[str]) -> list[nn.Parameter]:
-    by_name = {part.name: p for p, parts in sharded.layout().items() for part in parts}
-    return list(dict.fromkeys(by_name[name] for name in names))
+    params_by_name = {part.name: p for p, parts in sharded.layout().items() for part in parts}
+    return list(dict.fromkeys(params_by_name[name] for name in names))  # several names may be of one flat parameter
 
 
 def _holds_any(module: nn.Module, parameters: Sequence[nn.Parameter]) -> bool:
@@ -223,19 +228,19 @@ def _listing(names: Sequence[str]) -> str:
     return listing if len(names) <= 5 else f"{listing} and {len(names) - 5} more"
 
 
-# -- being told of added groups ----------------------------------------------------------------------------------------
+# -- calls when a group is added ---------------------------------------------------------------------------------------
 
-_when_added: WeakKeyDictionary[Optimizer, Callable[[Optimizer], None]] = WeakKeyDictionary()
+_callbacks_on_added: WeakKeyDictionary[Optimizer, Callable[[Optimizer], None]] = WeakKeyDictionary()
 _torch_add_param_group = Optimizer.add_param_group
 
 
 def _call_when_added(optimizer: Optimizer, callback: Callable[[Optimizer], None]) -> None:
     """Call a function after each ``add_param_group()`` of an optimizer, or of Lightning's wrapper around it.
 
-    torch has no hook for it, and the wrapper finds the method at its class: so torch's method is replaced, once for the
-    process, by one that does nothing more for other optimizers.
+    torch has no hook for that call, and Lightning's wrapper looks the method up at the class: so torch's method is
+    replaced, once for the process, by one that does nothing more for other optimizers.
     """
-    _when_added[optimizer] = callback
+    _callbacks_on_added[optimizer] = callback
     if Optimizer.add_param_group is not _add_param_group:
         Optimizer.add_param_group = _add_param_group  # type: ignore[method-assign]
 
@@ -243,7 +248,7 @@ def _call_when_added(optimizer: Optimizer, callback: Callable[[Optimizer], None]
 @wraps(_torch_add_param_group)
 def _add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
     _torch_add_param_group(self, param_group)
-    plain = vars(self).get("_optimizer", self)  # Lightning's wrappers have the user's there
-    callback = _when_added.get(plain)
+    users_optimizer = vars(self).get("_optimizer", self)  # in Lightning's wrapper
+    callback = _callbacks_on_added.get(users_optimizer)
     if callback is not None:
-        callback(plain)
+        callback(users_optimizer)

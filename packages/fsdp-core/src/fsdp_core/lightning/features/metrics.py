@@ -21,8 +21,8 @@ __all__ = ["MetricsOverData"]
 Gather = Callable[..., list[Tensor]]
 
 
-class _OverData:
-    """Gathers a metric's state from the ranks that see different samples. A pickled one gathers from all ranks.
+class _GatherOverData:
+    """Gathers a metric's state from the ranks that see different samples; once pickled, from all ranks.
 
     Args:
         data: The ranks that see different samples.
@@ -38,7 +38,7 @@ class _OverData:
         gathered: list[Tensor] = gather_all_tensors(state, group)
         return gathered
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _OverData:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _GatherOverData:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -71,11 +71,11 @@ class MetricsOverData(Feature):
 
     def _gather_over_data(self, module: nn.Module) -> None:
         runtime = self._runtime
-        if runtime.mesh.size(GRADIENT_AXES) == runtime.world_size:
+        if runtime.mesh.size(GRADIENT_AXES) == runtime.world_size:  # no two ranks see the same samples
             return
         data = runtime.along(*GRADIENT_AXES)  # creates a group of processes the first time, on all ranks
         for metric in module.modules():
             if not isinstance(metric, Metric) or metric.process_group is not None:
                 continue
-            if metric.dist_sync_fn is None or isinstance(metric.dist_sync_fn, _OverData):
-                metric.dist_sync_fn = _OverData(data)
+            if metric.dist_sync_fn is None or isinstance(metric.dist_sync_fn, _GatherOverData):
+                metric.dist_sync_fn = _GatherOverData(data)

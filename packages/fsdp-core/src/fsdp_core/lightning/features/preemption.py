@@ -50,15 +50,15 @@ class Signals:
         strategy: The strategy.
 
     Attributes:
-        received: The signal that has come; ``None`` if none has.
-        agreed: The signal that has come to any rank, as of the last agreement; 0 if none has.
+        received: The signal that has come to this rank; ``None`` if none has.
+        agreed: The signal that has come to any rank, as of the last call of :meth:`agree`; 0 if none has.
     """
 
     def __init__(self, strategy: ShardedTrainerStrategy | ShardedFabricStrategy) -> None:
         self._strategy = strategy
         self.received: int | None = None
         self.agreed = 0
-        self._are_noted = False
+        self._are_handlers_registered = False  # by told_to_end(), under Fabric
 
     def requeue_signal(self) -> int | None:
         """The signal by which SLURM announces the end of a job that is to be queued again; ``None`` elsewhere."""
@@ -75,27 +75,27 @@ class Signals:
             # a handler of the user's for SLURM's signal replaces ours, as it replaces Lightning's
             if signum == signal.SIGTERM or former_handler in (signal.SIG_DFL, None):
                 users_handler = former_handler if callable(former_handler) else None
-                signal.signal(signum, self._handler(users_handler, on_signal))
+                signal.signal(signum, self._make_handler(users_handler, on_signal))
 
-    def _handler(
+    def _make_handler(
         self, users_handler: Callable[..., Any] | None, on_signal: Callable[[int], None] | None
     ) -> Callable[[int, FrameType | None], None]:
-        def note(signum: int, frame: FrameType | None) -> None:
+        def note_signal(signum: int, frame: FrameType | None) -> None:
             self.received = signum
             if users_handler is not None:
                 users_handler(signum, frame)
             if on_signal is not None:
                 on_signal(signum)
 
-        return note
+        return note_signal
 
     def told_to_end(self) -> bool:
         """Whether any rank was told to end, as of now. The signals are noted from the first call on.
 
         All ranks must call it.
         """
-        if not self._are_noted:
-            self._are_noted = True
+        if not self._are_handlers_registered:
+            self._are_handlers_registered = True
             if isinstance(self._strategy.runtime, ProcessGroupRuntime):  # ranks that are threads get no signals
                 self.register()
         self.agree()
@@ -115,12 +115,13 @@ class Signals:
         Returns:
             The sums of ``counts`` over all ranks.
         """
-        requeue = self.requeue_signal()
+        requeue_signal = self.requeue_signal()
         is_signalled = self.received is not None
-        flags = [int(is_signalled), int(is_signalled and self.received == requeue), *counts]
-        ranks_signalled, ranks_to_requeue, *sums = self._strategy.runtime.total(flags)
-        if ranks_signalled:
-            self.agreed = requeue if ranks_to_requeue and requeue is not None else signal.SIGTERM
+        asks_for_requeue = is_signalled and self.received == requeue_signal
+        flags = [int(is_signalled), int(asks_for_requeue), *counts]
+        signalled_ranks, requeueing_ranks, *sums = self._strategy.runtime.total(flags)
+        if signalled_ranks:
+            self.agreed = requeue_signal if requeueing_ranks and requeue_signal is not None else signal.SIGTERM
         return sums
 
 
@@ -134,7 +135,8 @@ class Preemption(Feature):
     def __init__(self, strategy: ShardedTrainerStrategy) -> None:
         self._strategy = strategy
         self._signals = Signals(strategy)
-        self._ended = False
+        #: Whether a signal or an exception has ended the stage, so that no warning of an unheeded signal is due.
+        self._has_ended_early = False
 
     def setup(self, trainer: pl.Trainer, *, fitting: bool) -> None:
         """Take over the signals of a stage, which Lightning is about to register. All ranks must call it."""
@@ -142,8 +144,8 @@ class Preemption(Feature):
             return
         self._signals.received = None
         self._signals.agreed = 0
-        self._ended = False
-        if threading.current_thread() is threading.main_thread():  # others get no signals
+        self._has_ended_early = False
+        if threading.current_thread() is threading.main_thread():  # other threads get no signals
             on_signal = None if fitting else self._end_at_once
             instead_of_signal_handlers(trainer, lambda: self._signals.register(on_signal))
         if fitting:
@@ -153,12 +155,12 @@ class Preemption(Feature):
 
     def fail(self) -> None:
         """Warn of no signal any more: an exception ends the stage."""
-        self._ended = True
+        self._has_ended_early = True
 
     def teardown(self, trainer: pl.Trainer | None) -> None:
         """Warn of a signal that came during the last batch of a fit: the fit has ended as planned, in spite of it."""
         signal_received = self._signals.received
-        if signal_received is not None and not self._ended:
+        if signal_received is not None and not self._has_ended_early:
             warnings.warn(
                 f"{self._strategy.strategy_name}: {signal.Signals(signal_received).name} came during the last batch, "
                 "and the fit has ended as planned. Send it again to end what the script does next.",
@@ -168,7 +170,7 @@ class Preemption(Feature):
 
     def _end_at_once(self, signum: int) -> None:
         """End a stage that has nothing to save."""
-        self._ended = True
+        self._has_ended_early = True
         raise SIGTERMException(128 + signum)
 
     def _agree(self, trainer: pl.Trainer, is_last: bool) -> None:
@@ -181,8 +183,9 @@ class Preemption(Feature):
         strategy, runtime = self._strategy, self._strategy.runtime
         written_values = strategy.sharded.written_values
         values = written_values.take()
-        rates = digest_of_rates(strategy.optimizers) ^ written_values.digest(values, runtime.rank)
-        ranks_at_end, total, sum_of_squares = self._signals.agree(is_last, rates, rates**2)
+        # one digest of both, so that one collective compares all; which of them differs is found out if it does
+        digest = digest_of_rates(strategy.optimizers) ^ written_values.digest(values, runtime.rank)
+        ranks_at_end, total, sum_of_squares = self._signals.agree(is_last, digest, digest**2)
         if not are_equal(total, sum_of_squares, runtime.world_size):
             batch = trainer.fit_loop.epoch_loop.batch_idx
             epoch = trainer.current_epoch
@@ -207,7 +210,7 @@ class Preemption(Feature):
         """
         agreed_signal = self._signals.agreed
         if agreed_signal and not (keeps_global_batch(trainer) and is_accumulating(trainer)):
-            self._ended = True
+            self._has_ended_early = True
             note_sigterm(trainer)
             self._save(trainer, agreed_signal)
             # Rank 0's exit status is enough. If another process ended with a status, Lightning's launcher would kill
@@ -215,6 +218,7 @@ class Preemption(Feature):
             raise SIGTERMException(128 + agreed_signal if self._strategy.is_global_zero else 0)
 
     def _save(self, trainer: pl.Trainer, agreed_signal: int) -> None:
+        """Save a checkpoint to resume from, unless a callback saves on the exception that ends the fit."""
         strategy, name = self._strategy, signal.Signals(agreed_signal).name
         requeues = agreed_signal == self._signals.requeue_signal()
         if not requeues and not trainer.checkpoint_callbacks:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, cast
@@ -29,8 +30,12 @@ __all__ = ["ShardedOptimizers"]
 _last_params: WeakKeyDictionary[Optimizer, list[ref[Tensor]]] = WeakKeyDictionary()
 
 
-#: A model, and those of its parameters that an optimizer holds, by the user's names.
-_ComparedParams = tuple["ref[Sharded]", list[tuple[str, "ref[Tensor]"]]]
+@dataclass(frozen=True)
+class _ComparedParams:
+    """The parameters of a model that an optimizer holds: their replicas are compared between ranks."""
+
+    root: ref[Sharded]
+    params_by_name: Mapping[str, ref[Tensor]]
 
 
 class ShardedOptimizers:
@@ -46,7 +51,7 @@ class ShardedOptimizers:
     def __init__(self, strategy: ShardedStrategy) -> None:
         self._strategy = strategy
         self.unreduced: WeakSet[Sharded] = WeakSet()
-        self._steps_compared: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._step_counts: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._compared_params: WeakKeyDictionary[Optimizer, list[_ComparedParams]] = WeakKeyDictionary()
 
     def take(self, optimizers: Sequence[Optimizer], roots: Sequence[Sharded]) -> None:
@@ -78,77 +83,87 @@ class ShardedOptimizers:
         """
         runtime = self._strategy.runtime
         optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper around the user's
-        step = self._steps_compared[optimizer] = self._steps_compared.get(optimizer, 0) + 1
-        is_due = step & (step - 1) == 0 or step % 1024 == 0
-        if not is_due or runtime.world_size == 1 or runtime.is_rehearsed:
+        step = self._step_counts[optimizer] = self._step_counts.get(optimizer, 0) + 1
+        is_power_of_two = step & (step - 1) == 0
+        is_compared = is_power_of_two or step % 1024 == 0
+        if not is_compared or runtime.world_size == 1 or runtime.is_rehearsed:
             return
         when = f"before step {step} of {type(optimizer).__name__}"
-        if step > 1 and runtime.mesh.tensor_parallel == 1:
-            for root_ref, params_by_name in self._compared_params.get(optimizer, []):
-                compared_root = root_ref()
-                named_params = [(name, p) for name, param_ref in params_by_name if (p := param_ref()) is not None]
-                if compared_root is not None:
-                    check_same_replicas(runtime, compared_root, named_params, when)
-            return
-        compared_params: list[_ComparedParams] = []
+        if step == 1 or runtime.mesh.tensor_parallel > 1:
+            self._check_gradients_and_replicas(optimizer, roots, when)
+        else:
+            self._check_replicas(optimizer, when)
+
+    def _check_gradients_and_replicas(self, optimizer: Optimizer, roots: Sequence[Sharded], when: str) -> None:
+        self._compared_params[optimizer] = compared_params = []
         for root in roots:
-            layout = root.layout()  # which frees what a step has gathered, so not before each step that is compared
+            layout = root.layout()  # which frees what a step has gathered: so _check_replicas() does without it
             sharded_params = [p for p in _parameters_of(optimizer) if p in layout]
             if sharded_params:
                 named_params = [(layout[p][0].name, p) for p in sharded_params]  # type: ignore[index]
-                compared_params.append((ref(root), [(name, ref(p)) for name, p in named_params]))
-                check_same_replicas(runtime, root, named_params, when)
+                compared_params.append(_ComparedParams(ref(root), {name: ref(p) for name, p in named_params}))
+                check_same_replicas(self._strategy.runtime, root, named_params, when)
                 root.check_gradients(sharded_params)
-        self._compared_params[optimizer] = compared_params
+
+    def _check_replicas(self, optimizer: Optimizer, when: str) -> None:
+        """Compare the replicas of the parameters that the optimizer held at its first step."""
+        for compared in self._compared_params.get(optimizer, []):
+            root = compared.root()
+            if root is not None:
+                named_refs = compared.params_by_name.items()
+                named_params = [(name, p) for name, param_ref in named_refs if (p := param_ref()) is not None]
+                check_same_replicas(self._strategy.runtime, root, named_params, when)
 
     def _rebind(self, optimizers: Sequence[Optimizer], roots: Sequence[Sharded]) -> None:
         """Make optimizers hold shards, and refuse parameters that were added after sharding."""
         strategy = self._strategy
         for root in roots:
-            if _is_held(root, optimizers):
+            if _is_trained_by(optimizers, root):
                 self.refuse_late(root, optimizers)
         strategy.backend.rebind_optimizers(optimizers, roots)
         for optimizer in optimizers:
-            self._follow_zero_grad(optimizer, roots)
+            self._extend_zero_grad(optimizer, roots)
             _last_params[optimizer] = [ref(parameter) for parameter in _parameters_of(optimizer)]
-            refuse_files_of_optimizer(optimizer, _shard_test(optimizer, roots), strategy.strategy_name)
+            refuse_files_of_optimizer(optimizer, _make_shard_test(optimizer, roots), strategy.strategy_name)
 
-    def _follow_zero_grad(self, optimizer: Optimizer, roots: Sequence[Sharded]) -> None:
+    def _extend_zero_grad(self, optimizer: Optimizer, roots: Sequence[Sharded]) -> None:
         """Make ``zero_grad()`` also discard unreduced gradients, which are not stored at the shards."""
         optimizer_params = {id(parameter) for parameter in _parameters_of(optimizer)}
-        trained: list[tuple[ref[Sharded], set[str]]] = []
+        trained_names: list[tuple[ref[Sharded], Collection[str]]] = []
         for root in roots:
             names: set[str] = set()
             for parameter, parts in root.layout().items():
                 if id(parameter) in optimizer_params:
                     names.update(part.name for part in parts)
-            trained.append((ref(root), names))
-            on_zero_grad(root.module, partial(_discard_unreduced, ref(root), self.unreduced))
-        unreduced = self.unreduced
-
-        def discard() -> None:
-            for root_ref, names in trained:
-                root = root_ref()
-                if root is not None and root in unreduced:
-                    root.forget_unreduced(names)
-
-        on_zero_grad(optimizer, discard)
+            trained_names.append((ref(root), names))
+            all_names = [(ref(root), root.plan.parameters)]
+            on_zero_grad(root.module, partial(_discard_unreduced, all_names, self.unreduced))
+        on_zero_grad(optimizer, partial(_discard_unreduced, trained_names, self.unreduced))
 
 
-def _discard_unreduced(root_ref: ref[Sharded], unreduced: WeakSet[Sharded]) -> None:
-    root = root_ref()
-    if root is not None and root in unreduced:
-        root.forget_unreduced(root.plan.parameters)
+def _discard_unreduced(
+    names_by_root: Sequence[tuple[ref[Sharded], Collection[str]]], unreduced: WeakSet[Sharded]
+) -> None:
+    """Discard unreduced gradients of roots, which are referred to weakly because their modules keep this call.
+
+    Args:
+        names_by_root: Roots, each with the names of the parameters whose gradients are discarded.
+        unreduced: The roots that have unreduced gradients.
+    """
+    for root_ref, names in names_by_root:
+        root = root_ref()
+        if root is not None and root in unreduced:
+            root.forget_unreduced(names)
 
 
-def _shard_test(optimizer: Optimizer, roots: Sequence[Sharded]) -> Callable[[Tensor], bool]:
+def _make_shard_test(optimizer: Optimizer, roots: Sequence[Sharded]) -> Callable[[Tensor], bool]:
     """Return a function that says whether a parameter of an optimizer is a shard.
 
     The optimizer keeps the function, so it refers to no root, which it would keep alive.
     """
     pieces = WeakTensorKeyDictionary()
     for parameter in _parameters_of(optimizer):
-        if any(root.holds_part(parameter) for root in roots):
+        if any(root.is_shard(parameter) for root in roots):
             pieces[parameter] = True
     return lambda parameter: parameter in pieces
 
@@ -157,8 +172,8 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
-def _is_held(root: Sharded, optimizers: Iterable[Optimizer]) -> bool:
-    """Whether an optimizer holds a parameter of a root: a shard, one from before sharding, or one added since."""
+def _is_trained_by(optimizers: Iterable[Optimizer], root: Sharded) -> bool:
+    """Whether an optimizer holds a shard of a root, a parameter from before sharding, or one that was added since."""
     optimizer_params = [parameter for optimizer in optimizers for parameter in _parameters_of(optimizer)]
     with root.unsharded_view():
         module_params = {id(parameter) for parameter in root.module.parameters()}

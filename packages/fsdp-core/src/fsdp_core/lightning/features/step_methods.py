@@ -15,8 +15,9 @@ from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.gradients.step_gradients import unguard_parameters
 from fsdp_core.gradients.step_writes import StepWrites, check_writes
 from fsdp_core.lightning.features.gradient_guard import GradientGuard
-from fsdp_core.lightning.outside_steps.exporting import refuse_values_of_parts
-from fsdp_core.lightning.outside_steps.redirection import call_inside_forward, explain_shards, mend_caught
+from fsdp_core.lightning.outside_steps.error_notes import explain_shards
+from fsdp_core.lightning.outside_steps.exporting import allow_unreduced_reads, refuse_unreduced_reads
+from fsdp_core.lightning.outside_steps.redirection import call_inside_forward, mend_caught
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.sharding.refusals.files_of_shards import refuse_again
 from fsdp_core.sharding.sequence import use_split
@@ -41,16 +42,24 @@ class StepMethods:
     Attributes:
         gradient_guard: Refuses what users compute of pieces, between the library's own computations.
         accumulates: Whether backward passes leave gradients unreduced.
-        is_first: Whether the fit has taken no training step yet.
+        is_before_first_step: Whether the fit has taken no training step yet.
     """
 
     def __init__(self, strategy: ShardedTrainerStrategy) -> None:
         self._strategy = strategy
         self.gradient_guard = GradientGuard(strategy)
-        self.accumulates = self.is_first = False
-        self._in_training = self._in_evaluation = self._has_run = False
-        self._is_inside = self._steps_optimizer = False
-        self._followed: WeakSet[Optimizer] = WeakSet()
+        self.accumulates = self.is_before_first_step = False
+        #: Whether ``training_step``, or another step method, runs now.
+        self._in_training = self._in_evaluation = False
+        #: Whether any step method has run.
+        self._has_run = False
+        #: Whether the user's code runs inside the root's forward pass now.
+        self._is_inside_forward = False
+        #: Whether an optimizer's step in a step method runs now that has come by way of the strategy.
+        self._in_announced_step = False
+        #: The optimizers that have this object's hooks.
+        self._hooked_optimizers: WeakSet[Optimizer] = WeakSet()
+        #: The watch over the first step's writes to gathered parameters, where these would be lost.
         self._writes: StepWrites | None = None
 
     @property
@@ -69,18 +78,18 @@ class StepMethods:
         """Run ``training_step``."""
         strategy = self._strategy
         self._in_training = True
-        if self.is_first:
+        if self.is_before_first_step:
             self._writes = strategy.sharded.watch_writes()
         self.gradient_guard.guard_parameters()
         if self.is_by_hand:
-            self._follow_optimizers()
+            self._hook_into_optimizers()
         try:
             output = self._run("training_step", *args, **kwargs)
             if not self._is_automatic:
                 strategy.sharded.reshard()  # hooks write to shards from now on
             return output
         finally:
-            self._in_training = self.is_first = False
+            self._in_training = self.is_before_first_step = False
             if self._writes is not None:
                 self._writes.stop()
                 self._writes = None
@@ -89,9 +98,9 @@ class StepMethods:
                 self.gradient_guard.guard_parameters(between_steps=True)
 
     def evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a step method that does not train, though it may adapt."""
+        """Run a step method other than ``training_step``, though it may take optimizer steps, to adapt at test time."""
         self._in_evaluation = True
-        self._follow_optimizers()
+        self._hook_into_optimizers()
         try:
             output = self._run(name, *args, **kwargs)
         finally:
@@ -105,10 +114,10 @@ class StepMethods:
         strategy = self._strategy
         assert strategy.model is not None and strategy.lightning_module is not None
         self._has_run = True
-        refuse_values_of_parts(True)
+        refuse_unreduced_reads()
         check_not_gathered(strategy.model, f"a {name}")
 
-        def step() -> Any:
+        def run_users_method() -> Any:
             if self.is_by_hand and not self._in_evaluation:
                 strategy.sharded.show_gradients()
             if self._in_training:
@@ -117,12 +126,12 @@ class StepMethods:
             self._check_writes(strategy.runtime)
             return output
 
-        self._is_inside = True
+        self._is_inside_forward = True
         try:
             with strategy.precision_plugin.forward_context():
-                return call_inside_forward(strategy.model, strategy.lightning_module, step)
+                return call_inside_forward(strategy.model, strategy.lightning_module, run_users_method)
         finally:
-            self._is_inside = False
+            self._is_inside_forward = False
 
     # -- parts of steps --------------------------------------------------------------------------------------------
 
@@ -137,13 +146,13 @@ class StepMethods:
 
     def after_backward(self) -> None:
         """Go on after a backward pass."""
-        if self.accumulates:  # not earlier: Lightning zeroes gradients inside the context
+        if self.accumulates:  # not before the pass: Lightning zeroes gradients inside the context of accumulation
             self._strategy.sharded_optimizers.unreduced.add(self._strategy.sharded)
         if self.is_by_hand:
             self._strategy.sharded.resume_forward()
             self.gradient_guard.on()
         elif self.accumulates:
-            self.gradient_guard.guard_parameters()  # no optimizer steps before the hooks
+            self.gradient_guard.guard_parameters()  # step_optimizer(), which guards them otherwise, is not called
 
     def after_inner_backward(self) -> None:
         """Go on after a backward pass in a step method of which Lightning does not know."""
@@ -157,7 +166,7 @@ class StepMethods:
 
         Args:
             optimizer: The optimizer.
-            closure: What it evaluates: with automatic optimization, the training step and its backward pass.
+            closure: What the optimizer evaluates: with automatic optimization, the training step and its backward pass.
             step: Makes the step with ``closure=``.
         """
         strategy, sharded = self._strategy, self._strategy.sharded
@@ -180,14 +189,14 @@ class StepMethods:
             sharded.suspend_forward()
             return result
 
-        self._check_steps_here(optimizer)
+        self._refuse_untrainable_step(optimizer)
         mend_caught(sharded)
         self._check_writes()
-        self._steps_optimizer = True
+        self._in_announced_step = True
         try:
             return step(closure=closure_inside_forward)
         finally:
-            self._steps_optimizer = False
+            self._in_announced_step = False
             unreduced.clear()
             resume.after_step(optimizer)
             self._begin_part()
@@ -204,24 +213,24 @@ class StepMethods:
             self._writes.renew()
         self.gradient_guard.on()
 
-    def _follow_optimizers(self) -> None:
+    def _hook_into_optimizers(self) -> None:
         """Let a step method go on with the weights that an optimizer has stepped to without a call of the strategy."""
         for optimizer in self._strategy.optimizers:
-            if optimizer not in self._followed:
-                self._followed.add(optimizer)
+            if optimizer not in self._hooked_optimizers:
+                self._hooked_optimizers.add(optimizer)
                 optimizer.register_step_pre_hook(partial(_before_step_inside, ref(self)))
                 optimizer.register_step_post_hook(partial(_after_step_inside, ref(self)))
 
     @property
     def _is_step_unannounced(self) -> bool:
         """Whether a step method runs, and an optimizer's step in it was not called by way of the strategy."""
-        return self._is_inside and self.is_by_hand and not self._steps_optimizer
+        return self._is_inside_forward and self.is_by_hand and not self._in_announced_step
 
-    def _check_steps_here(self, optimizer: Optimizer) -> None:
+    def _refuse_untrainable_step(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer's step in ``validation_step`` and the like where gradients of the root would be lost.
 
         Raises:
-            UnsupportedCapabilityError: They would.
+            UnsupportedCapabilityError: The step is in such a method, and the backend has no gradients there.
         """
         if self._in_evaluation and not self._strategy.sharded.trains_in_evaluation:
             raise UnsupportedCapabilityError(
@@ -234,14 +243,25 @@ class StepMethods:
     # -- what is written -------------------------------------------------------------------------------------------
 
     def _check_writes(self, ranks: Runtime | None = None) -> None:
+        """Keep what was written to gathered parameters, and in a fit's first step refuse what would be lost.
+
+        Args:
+            ranks: The ranks, at the end of a step method, where all of them come; ``None`` amid one.
+        """
         self._strategy.sharded.keep_writes()
         if self._writes is not None:
             check_writes(self._writes, ranks)
-        elif ranks is not None and self.is_first:
+        elif ranks is not None and self.is_before_first_step:
             self.compare_writes("training_step()")
 
     def compare_writes(self, by: str) -> None:
-        """Refuse what ranks have written differently. All ranks must call it. In a fit, they do after each batch."""
+        """Refuse what ranks have written differently. All ranks must call it.
+
+        In a fit, :class:`~fsdp_core.lightning.features.preemption.Preemption` compares after each batch.
+
+        Args:
+            by: What has written, for the message.
+        """
         values = self._strategy.sharded.written_values
         runtime = self._strategy.runtime
         if isinstance(runtime, ProcessGroupRuntime) and runtime.total([bool(values)])[0]:
@@ -254,16 +274,13 @@ class StepMethods:
             self._strategy.sharded.follow_requires_grad()
 
     def watch_toggling(self, module: pl.LightningModule) -> None:
-        """Notice when a module toggles an optimizer, which only sees the shards that it holds.
+        """Notice when a module toggles an optimizer, which only sees the shards that it holds."""
 
-        The strategy is looked up then, since another Trainer's may have replaced this one: one of Lightning's, for
-        example, which has no ``step_methods``.
-        """
-
-        def follow_after(toggle: Callable[..., None]) -> Callable[..., None]:
+        def wrap_toggle(toggle: Callable[..., None]) -> Callable[..., None]:
             @wraps(toggle)
             def toggle_and_follow(optimizer: Any) -> None:
                 toggle(optimizer)
+                # looked up now: by another Trainer the module may have one of Lightning's strategies, without this
                 methods = getattr(module.trainer.strategy, "step_methods", None)
                 if methods is not None:
                     methods.follow_toggling()
@@ -271,15 +288,15 @@ class StepMethods:
             return toggle_and_follow
 
         if "toggle_optimizer" not in module.__dict__:
-            module.toggle_optimizer = follow_after(module.toggle_optimizer)  # type: ignore[method-assign]
-            module.untoggle_optimizer = follow_after(module.untoggle_optimizer)  # type: ignore[method-assign]
+            module.toggle_optimizer = wrap_toggle(module.toggle_optimizer)  # type: ignore[method-assign]
+            module.untoggle_optimizer = wrap_toggle(module.untoggle_optimizer)  # type: ignore[method-assign]
 
     # -- stages ----------------------------------------------------------------------------------------------------
 
     def begin_stage(self, module: pl.LightningModule, *, fitting: bool) -> None:
-        """Let a module be sharded, or taken over, for a stage."""
-        self.is_first = fitting
-        unguard_parameters(module.parameters())  # of one that is sharded already
+        """Prepare for a stage, before its module is sharded or taken over."""
+        self.is_before_first_step = fitting
+        unguard_parameters(module.parameters())  # which an earlier Trainer may have guarded
 
     def fail(self, exception: BaseException) -> None:
         """Explain an exception that ends a stage, and end what a step may have left open."""
@@ -290,13 +307,13 @@ class StepMethods:
                 sharded.reset()
 
     def end_stage(self) -> None:
-        """Let everything be computed that ends a stage."""
+        """Allow all computations again, as a stage ends."""
         if self._strategy.sharded_or_none is not None:
             self.gradient_guard.off()
-        refuse_values_of_parts(False)
+        allow_unreduced_reads()
         use_split(None)
 
-    def leave_module(self, module: pl.LightningModule) -> None:
+    def clean_up_module(self, module: pl.LightningModule) -> None:
         """Remove from a module what stages have put there, as :mod:`.callbacks_over_shards` does for callbacks."""
         for name in ("toggle_optimizer", "untoggle_optimizer", "state_dict", "load_state_dict"):
             module.__dict__.pop(name, None)
@@ -313,7 +330,7 @@ def _before_step_inside(reference: ref[StepMethods], optimizer: Optimizer, args:
             "would compute with the weights from before the step.\n"
             "Write self.optimizers().step(closure), with self.automatic_optimization = False; or leave the closure out."
         )
-    methods._check_steps_here(optimizer)
+    methods._refuse_untrainable_step(optimizer)
     methods._end_part()
 
 

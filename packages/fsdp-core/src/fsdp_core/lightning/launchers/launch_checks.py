@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
@@ -11,10 +12,25 @@ from fsdp_core.errors import ShardingError
 
 __all__ = ["check_launched"]
 
-#: By Lightning's class for a launcher: its name, and the variables with the numbers of ranks per host and of hosts.
-_VARIABLES: dict[type[ClusterEnvironment], tuple[str, str, str]] = {
-    TorchElasticEnvironment: ("torchrun", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
-    SLURMEnvironment: ("SLURM", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES"),
+
+@dataclass(frozen=True)
+class _Launcher:
+    """A launcher, and the environment variables in which its processes find numbers, if any.
+
+    Attributes:
+        name: Its name.
+        ranks_variable: The variable with the number of ranks on a host.
+        hosts_variable: The variable with the number of hosts.
+    """
+
+    name: str
+    ranks_variable: str = ""
+    hosts_variable: str = ""
+
+
+_LAUNCHERS: dict[type[ClusterEnvironment], _Launcher] = {
+    TorchElasticEnvironment: _Launcher("torchrun", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
+    SLURMEnvironment: _Launcher("SLURM", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES"),
 }
 
 
@@ -27,45 +43,44 @@ def check_launched(environment: ClusterEnvironment | None, devices: int, num_nod
         num_nodes: The hosts, as the user says.
 
     Raises:
-        ShardingError: The launcher has started others. The message says what to write.
+        ShardingError: The launcher has started other numbers of ranks. The message says what to write.
     """
     if environment is None or isinstance(environment, LightningEnvironment):
         return  # Lightning starts the ranks itself, or numbers them by ``devices`` and ``num_nodes``
     if not environment.creates_processes_externally:
         return
     try:
-        world = environment.world_size()
+        world_size = environment.world_size()
     except (KeyError, ValueError, NotImplementedError, RuntimeError):  # this launcher does not say
         return
-    launcher, ranks_variable, hosts_variable = _VARIABLES.get(type(environment), (type(environment).__name__, "", ""))
-    ranks_per_host, hosts = _number(ranks_variable), _number(hosts_variable)
-    agrees = devices * num_nodes == world and ranks_per_host in (None, devices) and hosts in (None, num_nodes)
-    if agrees or world < 1:
+    launcher = _LAUNCHERS.get(type(environment), _Launcher(type(environment).__name__))
+    ranks_per_host, hosts = _read_number(launcher.ranks_variable), _read_number(launcher.hosts_variable)
+    agrees = devices * num_nodes == world_size and ranks_per_host in (None, devices) and hosts in (None, num_nodes)
+    if agrees or world_size < 1:
         return
     if ranks_per_host is None and hosts is None:
-        correction = f"numbers whose product is {world}"
+        correction = f"numbers whose product is {world_size}"
     else:
-        hosts = hosts or max(world // (ranks_per_host or world), 1)
-        correction = f"devices={ranks_per_host or world // hosts}, num_nodes={hosts}"
-    started = f"{world} rank{'s' if world > 1 else ''}"
-    per_host = (
-        ""
-        if ranks_per_host is None or hosts is None
-        else f", {ranks_per_host} on each of {hosts} host{'s' * (hosts > 1)}"
-    )
+        hosts = hosts or max(world_size // (ranks_per_host or world_size), 1)
+        correction = f"devices={ranks_per_host or world_size // hosts}, num_nodes={hosts}"
+    distribution = ""
+    if ranks_per_host is not None and hosts is not None:
+        distribution = f", {ranks_per_host} on each of {hosts} host{'s' * (hosts > 1)}"
     raise ShardingError(
         f"devices={devices} and num_nodes={num_nodes} ask for {devices * num_nodes} rank"
-        f"{'s' * (devices * num_nodes > 1)}, {devices} on each host, and {launcher} has started {started}{per_host}.\n"
-        f"Write {correction}{_suggest_variables(ranks_variable, hosts_variable)}; or start other ranks."
+        f"{'s' * (devices * num_nodes > 1)}, {devices} on each host, and {launcher.name} has started {world_size} rank"
+        f"{'s' * (world_size > 1)}{distribution}.\n"
+        f"Write {correction}{_suggest_variables(launcher)}; or start other ranks."
     )
 
 
-def _number(variable: str) -> int | None:
+def _read_number(variable: str) -> int | None:
     value = os.environ.get(variable, "")
     return int(value) if value.isdigit() else None
 
 
-def _suggest_variables(devices: str, hosts: str) -> str:
-    if not devices or devices not in os.environ:
+def _suggest_variables(launcher: _Launcher) -> str:
+    if not launcher.ranks_variable or launcher.ranks_variable not in os.environ:
         return ""
-    return f' (in a script for any number: devices=int(os.environ["{devices}"]), num_nodes=int(os.environ["{hosts}"]))'
+    devices, num_nodes = (f'int(os.environ["{name}"])' for name in (launcher.ranks_variable, launcher.hosts_variable))
+    return f" (in a script for any number: devices={devices}, num_nodes={num_nodes})"

@@ -47,7 +47,7 @@ def check_interactive(strategy: str, nodes: int) -> None:
         nodes: ``num_nodes`` of the Trainer or Fabric.
 
     Raises:
-        UnsupportedCapabilityError: Some are on other hosts, or this system can't fork.
+        UnsupportedCapabilityError: Some of the ranks are on other hosts, or this system can't fork.
     """
     if nodes > 1:
         raise UnsupportedCapabilityError(
@@ -72,8 +72,8 @@ class FabricForkedRanks(FabricForkLauncher):
         super().__init__(strategy, start_method="fork")
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run it, and return what it returns on rank 0."""
-        return _on_forked_ranks(self._strategy, partial(function, *args, **kwargs))
+        """Run a function on every rank, and return what it returns on rank 0."""
+        return _run_on_forked_ranks(self._strategy, partial(function, *args, **kwargs))
 
 
 class TrainerForkedRanks(TrainerForkLauncher):
@@ -106,17 +106,18 @@ class TrainerForkedRanks(TrainerForkLauncher):
                 "checkpoint that a ModelCheckpoint of the first one has saved; to begin anew, build one too."
             )
         self._has_fitted |= fits
-        results, collected = _on_forked_ranks(
+        if trainer is None:
+            return _run_on_forked_ranks(self._strategy, partial(function, *args, **kwargs))
+        results, collected = _run_on_forked_ranks(
             self._strategy, lambda: _collect_results(trainer, function(*args, **kwargs), self.get_extra_results)
         )
-        if collected is not None:
-            if collected["weights"] is not None:
-                trainer.lightning_module.load_state_dict(collected["weights"])
-            trainer.state = collected["state"]
-            take_progress(trainer.fit_loop, collected["progress"])
-            for callback, paths in zip(trainer.checkpoint_callbacks, collected["checkpoints"], strict=True):
-                vars(callback).update(paths)
-            self.update_main_process_results(trainer, collected["extra"])
+        if collected["weights"] is not None:
+            trainer.lightning_module.load_state_dict(collected["weights"])
+        trainer.state = collected["state"]
+        take_progress(trainer.fit_loop, collected["progress"])
+        for callback, attributes in zip(trainer.checkpoint_callbacks, collected["checkpoints"], strict=True):
+            vars(callback).update(attributes)
+        self.update_main_process_results(trainer, collected["extra"])
         return results
 
 
@@ -124,13 +125,17 @@ class TrainerForkedRanks(TrainerForkLauncher):
 _CHECKPOINT_ATTRIBUTES = ("best_model_path", "best_model_score", "best_k_models", "last_model_path")
 
 
-def _collect_results(trainer: Any, results: Any, extra: Callable[[Any], Any]) -> tuple[Any, dict[str, Any] | None]:
-    if trainer is None:
-        return results, None
+def _collect_results(
+    trainer: Any, results: Any, collect_extra: Callable[[Any], Any]
+) -> tuple[Any, dict[str, Any]] | None:
+    """What rank 0 returns from a stage: its results, and what the notebook's Trainer takes over from it.
+
+    All ranks must call it; others than rank 0 return ``None``.
+    """
     fitted = trainer.state.fn == TrainerFn.FITTING
-    weights = full_state_dict(trainer.lightning_module) if fitted else None  # on all ranks
+    weights = full_state_dict(trainer.lightning_module) if fitted else None  # all ranks gather
     if not trainer.is_global_zero:
-        return None, None
+        return None
     checkpoints = [
         {name: vars(callback)[name] for name in _CHECKPOINT_ATTRIBUTES if name in vars(callback)}
         for callback in trainer.checkpoint_callbacks
@@ -140,19 +145,20 @@ def _collect_results(trainer: Any, results: Any, extra: Callable[[Any], Any]) ->
         "state": trainer.state,
         "progress": trainer.fit_loop.state_dict(),
         "checkpoints": checkpoints,
-        "extra": extra(trainer),
+        "extra": collect_extra(trainer),
     }
     return results, collected
 
 
-def _on_forked_ranks(strategy: Any, run: Callable[[], Any]) -> Any:
+def _run_on_forked_ranks(strategy: Any, run: Callable[[], Any]) -> Any:
     """Run a function on every rank of this host, and return what it returns on the first."""
-    kind = strategy.root_device.type
-    if devices.is_accelerator(strategy.root_device) and devices.is_initialized(kind):
+    device_type = strategy.root_device.type
+    if devices.is_accelerator(strategy.root_device) and devices.is_initialized(device_type):
         raise UnsupportedCapabilityError(
-            f"{strategy.strategy_name!r} can't start ranks from this notebook: {kind!r} is initialised in its process, "
-            "and a forked one can't use it then.\n"
-            f"Restart the kernel, and run nothing on the device before: no .to({kind!r}), no torch.{kind} call but "
+            f"{strategy.strategy_name!r} can't start ranks from this notebook: {device_type!r} is initialised in its "
+            "process, and a forked one can't use it then.\n"
+            f"Restart the kernel, and run nothing on the device before: no .to({device_type!r}), no "
+            f"torch.{device_type} call but "
             "device_count() and is_available(). The ranks move the model by themselves."
         )
     if torch.distributed.is_initialized():

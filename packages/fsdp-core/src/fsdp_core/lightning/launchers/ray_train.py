@@ -47,7 +47,7 @@ class RayWorker:
     device: torch.device
 
     @classmethod
-    def here(cls, context: Any) -> Self:
+    def from_context(cls, context: Any) -> Self:
         """This process, by Ray's context for it."""
         return cls(
             rank=context.get_world_rank(),
@@ -77,19 +77,17 @@ class RayWorker:
                 "ScalingConfig(num_workers=..., use_gpu=...) says what Ray gives."
             )
         is_auto_of_cpus = self.device.type == "cpu" and number == 1
-        if number < self.local_world_size and not is_auto_of_cpus:
-            self._refuse_number(number)
-        if self.device.type == "cpu" and number > self.local_world_size:
-            self._refuse_number(number)
+        is_too_few = number < self.local_world_size and not is_auto_of_cpus
+        # of accelerators, Lightning's "auto" counts all of the node, which may be more than Ray gives
+        is_too_many = self.device.type == "cpu" and number > self.local_world_size
+        if is_too_few or is_too_many:
+            raise UnsupportedCapabilityError(
+                f"devices={number} contradicts Ray Train, which has started {self.local_world_size} of its "
+                f"{self.world_size} workers on the node of worker {self.rank}.\n"
+                "Write devices='auto', and choose the number of ranks by ScalingConfig(num_workers=...)."
+            )
 
-    def _refuse_number(self, number: int) -> None:
-        raise UnsupportedCapabilityError(
-            f"devices={number} contradicts Ray Train, which has started {self.local_world_size} of its "
-            f"{self.world_size} workers on the node of worker {self.rank}.\n"
-            "Write devices='auto', and choose the number of ranks by ScalingConfig(num_workers=...)."
-        )
-
-    def nodes(self, runtime: Runtime, num_nodes: int) -> int:
+    def count_nodes(self, runtime: Runtime, num_nodes: int) -> int:
         """The number of nodes. All ranks must call it.
 
         Args:
@@ -99,8 +97,8 @@ class RayWorker:
         Raises:
             UnsupportedCapabilityError: Another number than 1 was asked for, and Ray has another.
         """
-        last = runtime.all_reduce(torch.tensor([self.node_rank], device=self.device), "max")
-        number = int(last) + 1
+        last_node_rank = runtime.all_reduce(torch.tensor([self.node_rank], device=self.device), "max")
+        number = int(last_node_rank) + 1
         if num_nodes not in (1, number):
             raise UnsupportedCapabilityError(
                 f"num_nodes={num_nodes} contradicts Ray Train, whose {self.world_size} workers run on {number} "
@@ -123,11 +121,12 @@ def ray_worker(environment: Any, strategies: type) -> RayWorker | None:
         UnsupportedCapabilityError: This is one of several workers, and the cluster environment is not Ray's.
     """
     for_lightning = sys.modules.get(_FOR_LIGHTNING)
-    if for_lightning is not None and hasattr(for_lightning, "RayLightningEnvironment"):  # else it is being imported
+    # without the attribute, the module is being imported by another thread
+    if for_lightning is not None and hasattr(for_lightning, "RayLightningEnvironment"):
         for_lightning.RayFSDPStrategy.register(strategies)
         if isinstance(environment, for_lightning.RayLightningEnvironment):
-            return RayWorker.here(sys.modules["ray.train"].get_context())
-    workers = _workers()
+            return RayWorker.from_context(sys.modules["ray.train"].get_context())
+    workers = _count_workers()
     if workers > 1:
         raise UnsupportedCapabilityError(
             f"Ray Train has started this process as one of {workers} workers, and {type(environment).__name__} does "
@@ -145,7 +144,7 @@ def check_reports(callbacks: Iterable[object], strategy: str) -> None:
         strategy: The strategy's name.
 
     Raises:
-        UnsupportedCapabilityError: It is among them.
+        UnsupportedCapabilityError: Ray's callback is among them.
     """
     for_lightning = sys.modules.get(_FOR_LIGHTNING)
     reporting = getattr(for_lightning, "RayTrainReportCallback", ())
@@ -157,7 +156,7 @@ def check_reports(callbacks: Iterable[object], strategy: str) -> None:
         )
 
 
-def _workers() -> int:
+def _count_workers() -> int:
     """The number of Ray's workers, if this process is one, whether or not its cluster environment is Ray's; else 1."""
     train = sys.modules.get("ray.train")
     if train is None or not hasattr(train, "get_context"):

@@ -15,18 +15,18 @@ from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.lightning.loaders.loader_states import (
     describe_loader,
     explain_unknown_order,
-    follow_loader,
     has_state,
     is_finished,
-    own_state,
-    saved_entry,
+    make_entry,
+    state_of_own_rank,
     states_in,
+    track_loader,
 )
 from fsdp_core.lightning.loaders.position import position_of, sampler_of
 from fsdp_core.lightning.loaders.split_batches import split_in_fabric
 from fsdp_core.runtime import Runtime
 
-__all__ = ["follow_in_fabric", "is_left_out", "is_loader", "load_loader", "loader_state"]
+__all__ = ["is_left_out", "is_loader", "load_loader", "loader_state", "track_in_fabric"]
 
 #: Loaders that were already reported as left out.
 _warned_loaders: WeakSet[object] = WeakSet()
@@ -36,28 +36,31 @@ class FabricEpochs:
     """The epochs of a sampler under Fabric, which numbers them from 0 in each process.
 
     Args:
-        sampler: Its ``set_epoch`` is replaced by :meth:`set`.
+        sampler: The sampler, whose ``set_epoch`` is replaced by :meth:`set_epoch`.
+
+    Attributes:
+        current: The epoch that the sampler is set to.
     """
 
     def __init__(self, sampler: Any) -> None:
         self._set_sampler_epoch = sampler.set_epoch
         self._epoch_offset = self._next_epoch = 0
         self.current = 0
-        sampler.set_epoch = self.set
+        sampler.set_epoch = self.set_epoch
 
-    def set(self, epoch: int) -> None:
+    def set_epoch(self, epoch: int) -> None:
         """Set the sampler's epoch: ``epoch`` as Fabric counts it, plus the offset from :meth:`resume`."""
         self._next_epoch = epoch + 1
         self.current = epoch + self._epoch_offset
         self._set_sampler_epoch(self.current)
 
     def resume(self, epoch: int) -> None:
-        """Make ``epoch`` the one that Fabric's next epoch sets."""
+        """Make Fabric's next call of ``set_epoch``, whatever it counts, set this epoch."""
         self._epoch_offset = epoch - self._next_epoch
         self._set_sampler_epoch(epoch)
 
 
-def follow_in_fabric(loader: object, split: Callable[[Any], Any] | None) -> None:
+def track_in_fabric(loader: object, split: Callable[[Any], Any] | None) -> None:
     """Track a loader that Fabric has set up, if it has a state.
 
     Args:
@@ -65,7 +68,7 @@ def follow_in_fabric(loader: object, split: Callable[[Any], Any] | None) -> None
         split: From a batch to this rank's part, which the loader is to yield; ``None`` for whole batches.
     """
     if isinstance(loader, DataLoader) and hasattr(loader, "state_dict"):
-        follow_loader(loader)
+        track_loader(loader)
         sampler = sampler_of(loader)
         if hasattr(sampler, "set_epoch") and _epochs_of(loader) is None:
             FabricEpochs(sampler)
@@ -92,8 +95,8 @@ def is_left_out(key: str, obj: object, runtime: Runtime) -> bool:
     A warning is given once for each loader.
 
     Args:
-        key: The user's name for it.
-        obj: An object in the user's state.
+        key: The object's key in the user's state.
+        obj: The object.
         runtime: The ranks; rank 0 warns.
     """
     if not isinstance(obj, DataLoader) or has_state(obj):
@@ -115,21 +118,21 @@ def loader_state(key: str, loader: Any, runtime: Runtime) -> dict[str, Any]:
     All ranks must call it.
 
     Args:
-        key: The user's name for it, for error messages.
+        key: The loader's key in the user's state, for error messages.
         loader: The loader, which is not left out.
         runtime: The ranks.
     """
-    own_states: list[Any] = []
+    own_state: Any = None
 
-    def read() -> Any:
-        own_states.append(loader.state_dict())
-        return own_states[0]
+    def read_own_state() -> Any:
+        nonlocal own_state
+        own_state = loader.state_dict()
+        return own_state
 
-    states = gather_to_first(runtime, f"reading the position of {key!r}", read)
+    states_by_rank = gather_to_first(runtime, f"reading the position of {key!r}", read_own_state)
+    states = [own_state] if states_by_rank is None else runtime.by_data_parallel_rank(states_by_rank)
     epochs = _epochs_of(loader)
-    saved = saved_entry(
-        describe_loader(loader), own_states if states is None else runtime.by_data_parallel_rank(states)
-    )
+    saved = make_entry(describe_loader(loader), states)
     if epochs is not None:
         saved["epoch"] = epochs.current
     return {"world_size": runtime.data_parallel_world_size, "loaders": [saved]}
@@ -153,25 +156,27 @@ def load_loader(loader: Any, saved: Any, runtime: Runtime, *, check_only: bool =
             f"the checkpoint holds a loader's position, which a {type(loader).__name__} can't restore under Fabric.\n"
             "Use torchdata's StatefulDataLoader; or leave the loader out of what is loaded, and start its epoch over."
         )
-    if not (isinstance(saved, Mapping) and saved.keys() == {"world_size", "loaders"}):
+    is_from_plain_fabric = not (isinstance(saved, Mapping) and saved.keys() == {"world_size", "loaders"})
+    if is_from_plain_fabric:
         saved = {"world_size": 1, "loaders": [{"loader": describe_loader(loader), "ranks": [saved]}]}
     world_size = saved["world_size"]
-    (saved_loader,) = saved["loaders"]
-    all_finished = all(map(is_finished, states_in(saved_loader)))
-    can_be_divided = "all" in saved_loader or world_size == runtime.data_parallel_world_size
+    (entry,) = saved["loaders"]
+    is_epoch_over = all(map(is_finished, states_in(entry)))
+    can_be_divided = "all" in entry or world_size == runtime.data_parallel_world_size
     position = position_of(loader)
     epochs = _epochs_of(loader)
-    state = None if all_finished and not can_be_divided else own_state(saved_loader, world_size, runtime)
-    if position is not None and state is not None and not all_finished:
+    # at the end of an epoch, nothing is left to divide over another number of ranks: the next epoch begins
+    state = None if is_epoch_over and not can_be_divided else state_of_own_rank(entry, world_size, runtime)
+    if position is not None and state is not None and not is_epoch_over:
         position.check(state)
     if check_only:
         return
-    if epochs is not None and "epoch" in saved_loader:
-        epochs.resume(saved_loader["epoch"] + (1 if all_finished else 0))
-    if position is not None and all_finished:
+    if epochs is not None and "epoch" in entry:
+        epochs.resume(entry["epoch"] + (1 if is_epoch_over else 0))
+    if position is not None and is_epoch_over:
         position.restart()
-    elif state is not None:  # otherwise an epoch was at its end, on another number of ranks, and the next one begins
+    elif state is not None:
         loader.load_state_dict(state)
-        explanation = None if all_finished or runtime.rank else explain_unknown_order(loader)
+        explanation = None if is_epoch_over or runtime.rank else explain_unknown_order(loader)
         if explanation is not None:
             warnings.warn(f"The checkpoint was saved within an epoch. {explanation}", stacklevel=2)

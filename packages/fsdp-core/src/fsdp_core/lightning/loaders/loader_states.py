@@ -1,4 +1,4 @@
-"""What a checkpoint holds for a data loader: each rank's own state, or one position for any number of ranks.
+"""What a checkpoint holds for a data loader, its entry: each rank's own state, or one position for any number of ranks.
 
 ::
 
@@ -15,28 +15,28 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from fsdp_core.errors import CheckpointMismatchError
-from fsdp_core.lightning.loaders.position import POSITION, LoaderPosition, follow, position_of, sampler_of
+from fsdp_core.lightning.loaders.position import POSITION, LoaderPosition, position_of, sampler_of, track_position
 from fsdp_core.lightning.private import wrapped_sampler
 from fsdp_core.runtime import Runtime
 
 __all__ = [
     "describe_loader",
     "explain_unknown_order",
-    "follow_loader",
     "has_state",
     "is_at_end",
     "is_finished",
-    "own_state",
-    "saved_entry",
+    "make_entry",
+    "state_of_own_rank",
     "states_in",
+    "track_loader",
 ]
 
 
-def follow_loader(loader: object) -> LoaderPosition | None:
-    """Track the position of a loader that Lightning has prepared, if its order is known.
+def track_loader(loader: object) -> LoaderPosition | None:
+    """Track the position of a loader that Lightning has prepared, if the order of its samples is known.
 
     Args:
-        loader: Changed in place; see :func:`fsdp_core.lightning.loaders.position.follow`.
+        loader: Changed in place; see :func:`fsdp_core.lightning.loaders.position.track_position`.
     """
     if not isinstance(loader, DataLoader):
         return None
@@ -46,11 +46,11 @@ def follow_loader(loader: object) -> LoaderPosition | None:
         sampler = DistributedSampler(
             loader.dataset, sampler.num_replicas, sampler.rank, seed=sampler.seed, drop_last=sampler.drop_last
         )
-    return follow(loader, sampler)
+    return track_position(loader, sampler)
 
 
 def _is_plain_shuffle(sampler: Any) -> bool:
-    """Whether it is the sampler of torchdata's loader for ``shuffle=True``, which Lightning doesn't know."""
+    """Whether a sampler is that of torchdata's loader for ``shuffle=True``, which Lightning doesn't know."""
     sampler_class = type(sampler)
     return (
         sampler_class.__name__ == "RandomSampler"
@@ -86,24 +86,22 @@ def explain_unknown_order(loader: object) -> str | None:
     sampler = sampler_of(loader)
     advice = "give it"
     if type(sampler) is DistributedSamplerWrapper:  # Lightning's wrapper passes neither epochs nor states on
-        suspect_samplers = [wrapped_sampler(sampler)]
+        candidates = [wrapped_sampler(sampler)]
         advice = "pass use_distributed_sampler=False, let it draw this rank's samples alone, and give it"
     elif has_state(loader.batch_sampler) or callable(getattr(sampler, "set_epoch", None)):
-        suspect_samplers = []
+        return None
     else:
-        suspect_samplers = [
-            suspect for suspect in (loader.batch_sampler, sampler) if suspect is not None and not has_state(suspect)
-        ]
-    for suspect in suspect_samplers:
-        if not _repeats_with_torch(suspect):
-            return (
-                f"{type(suspect).__name__}, the sampler of {describe_loader(loader)}, has no state that restores "
-                "its order within an epoch: as many samples as were used are skipped of those that it yields now, and "
-                f"others are left if it draws another order.\nTo resume exactly, {advice} state_dict() and "
-                "load_state_dict(), or a set_epoch(epoch) that its order follows from; or resume from "
-                "a checkpoint of the end of an epoch."
-            )
-    return None
+        candidates = [s for s in (loader.batch_sampler, sampler) if s is not None and not has_state(s)]
+    unrestored = next((candidate for candidate in candidates if not _repeats_with_torch(candidate)), None)
+    if unrestored is None:
+        return None
+    return (
+        f"{type(unrestored).__name__}, the sampler of {describe_loader(loader)}, has no state that restores "
+        "its order within an epoch: as many samples as were used are skipped of those that it yields now, and "
+        f"others are left if it draws another order.\nTo resume exactly, {advice} state_dict() and "
+        "load_state_dict(), or a set_epoch(epoch) that its order follows from; or resume from "
+        "a checkpoint of the end of an epoch."
+    )
 
 
 def _repeats_with_torch(sampler: object) -> bool:
@@ -120,12 +118,12 @@ def describe_loader(loader: Any) -> str:
     return type(loader).__name__ + ("" if dataset is None else f" over {type(dataset).__name__}")
 
 
-def saved_entry(name: str, states: Sequence[Any]) -> dict[str, Any]:
+def make_entry(name: str, states: Sequence[Any]) -> dict[str, Any]:
     """Return the entry of a loader in a checkpoint.
 
     Args:
         name: The loader's description, from :func:`describe_loader`.
-        states: Its states on all ranks.
+        states: The loader's states on all ranks.
     """
     first_state = states[0]
     is_shared = (
@@ -138,30 +136,30 @@ def saved_entry(name: str, states: Sequence[Any]) -> dict[str, Any]:
     return {"loader": name, "ranks": list(states)}
 
 
-def states_in(saved: Mapping[str, Any]) -> Sequence[Any]:
+def states_in(entry: Mapping[str, Any]) -> Sequence[Any]:
     """Return the states in the entry of a loader."""
-    states: Sequence[Any] = saved["ranks"] if "ranks" in saved else [saved["all"]]
+    states: Sequence[Any] = entry["ranks"] if "ranks" in entry else [entry["all"]]
     return states
 
 
-def own_state(saved: Mapping[str, Any], world_size: int, runtime: Runtime) -> Any:
+def state_of_own_rank(entry: Mapping[str, Any], world_size: int, runtime: Runtime) -> Any:
     """This rank's state of a loader.
 
     Args:
-        saved: What :func:`saved_entry` returned.
+        entry: What :func:`make_entry` returned.
         world_size: The number of data-parallel ranks that saved it.
         runtime: The current ranks.
 
     Raises:
-        CheckpointMismatchError: There is none for this number of ranks.
+        CheckpointMismatchError: The entry has no state for this number of ranks.
     """
-    if "all" in saved:
-        return saved["all"]
+    if "all" in entry:
+        return entry["all"]
     if world_size == runtime.data_parallel_world_size:
-        return saved["ranks"][runtime.data_parallel_rank]
+        return entry["ranks"][runtime.data_parallel_rank]
     raise CheckpointMismatchError(
         f"can't divide what is left of an epoch over {runtime.data_parallel_world_size} ranks: the checkpoint was "
-        f"saved within it with the states of {saved['loader']} on {world_size}, and only a loader over a map-style "
+        f"saved within it with the states of {entry['loader']} on {world_size}, and only a loader over a map-style "
         "dataset, with no sampler or state of its own, can be divided.\n"
         f"Resume on {world_size}, or from a checkpoint that was saved at the end of an epoch."
     )

@@ -23,9 +23,9 @@ __all__ = [
     "LoaderPosition",
     "ResumableSampler",
     "copy_without_position",
-    "follow",
     "position_of",
     "sampler_of",
+    "track_position",
 ]
 
 #: The key that distinguishes a position from the states of other loaders.
@@ -38,7 +38,7 @@ class ResumableSampler(DistributedSampler[Any]):
     Args:
         dataset: The dataset; only its length is used.
         num_replicas: The number of ranks that take turns.
-        rank: Which of them this is.
+        rank: This rank's number among them.
         shuffle: Whether the order is random.
         seed: The seed of a random order, together with the epoch.
         drop_last: Whether to drop samples that can't be divided evenly over the ranks, rather than repeat some.
@@ -65,6 +65,7 @@ class ResumableSampler(DistributedSampler[Any]):
         drop_last: bool = False,
     ) -> None:
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
+        # both: an epoch, and how many of its samples all ranks have seen
         self._resume_point: tuple[int, int] | None = None
         self._last_start = (0, 0)
 
@@ -80,7 +81,10 @@ class ResumableSampler(DistributedSampler[Any]):
 
     @property
     def next_start(self) -> tuple[int, int]:
-        """The next iteration's epoch, and the samples seen before it; or those of an iteration not used yet."""
+        """The next iteration's epoch, and how many of its samples were seen before.
+
+        If an iteration of the epoch has begun, and yielded nothing yet, it counts as the next one.
+        """
         for epoch, start in (self._resume_point or (-1, 0), self._last_start):
             if epoch == self.epoch:
                 return epoch, start
@@ -89,38 +93,40 @@ class ResumableSampler(DistributedSampler[Any]):
     def resume(self, epoch: int, start: int) -> None:
         """Make the next iteration, if it is of this epoch, begin after ``start`` samples of all ranks."""
         self._resume_point = (epoch, start)
-        self._last_start = (-1, 0)
+        self._last_start = (-1, 0)  # of no epoch
 
-    def per_rank(self, start: int) -> int:
+    def samples_per_rank(self, start: int) -> int:
         """How many samples each rank gets after ``start`` samples of all ranks."""
         remaining = self.size - start
         return remaining // self.num_replicas if self.drop_last else math.ceil(remaining / self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:
         # This is a generator, so an iterator that a loader creates but never draws from leaves the resume point alone.
-        start = self._resume_point[1] if self._resume_point is not None and self._resume_point[0] == self.epoch else 0
+        resumed_epoch, resumed_start = self._resume_point or (-1, 0)
+        start = resumed_start if resumed_epoch == self.epoch else 0
         self._resume_point = None
         self._last_start = (self.epoch, start)
         if self.shuffle:
             order = torch.randperm(self.size, generator=torch.Generator().manual_seed(self.seed + self.epoch))
         else:
             order = torch.arange(self.size)
-        total = self.per_rank(start) * self.num_replicas
+        total = self.samples_per_rank(start) * self.num_replicas
         remaining = order[start : start + total]
-        while len(remaining) < total:
+        while len(remaining) < total:  # the first samples are repeated, as torch's sampler does
             remaining = torch.cat([remaining, order[: total - len(remaining)]])
         yield from remaining[self.rank :: self.num_replicas].tolist()
 
 
 class LoaderPosition:
-    """The position of a loader's last iterator, in samples of all ranks. Created by :func:`follow`.
+    """The position of a loader's last iterator, in samples of all ranks. Created by :func:`track_position`.
 
     Args:
         loader: The loader, which draws from ``sampler``.
         sampler: Its sampler.
 
     Attributes:
-        restored: How many samples had been seen in the epoch when the position was restored, until the next epoch.
+        restored: How many samples of the epoch had been seen when its position was restored; ``None`` from the next
+            epoch on.
     """
 
     def __init__(self, loader: DataLoader[Any], sampler: ResumableSampler) -> None:
@@ -150,7 +156,7 @@ class LoaderPosition:
 
     def _batches_after(self, start: int) -> int:
         """How many batches each rank gets after ``start`` samples of all ranks."""
-        batches = self._sampler.per_rank(start) / self._batch_size
+        batches = self._sampler.samples_per_rank(start) / self._batch_size
         return math.floor(batches) if self._drop_last else math.ceil(batches)
 
     def state_dict(self, unused: int = 0) -> dict[str, Any]:
@@ -164,7 +170,7 @@ class LoaderPosition:
         yielded = 0 if iterator is None else batches_yielded(iterator)
         epoch, start = sampler.last_start if yielded else sampler.next_start
         used = max(yielded - unused, 0) * self._batch_size
-        samples_used = min(used, sampler.per_rank(start)) * sampler.num_replicas
+        samples_used = min(used, sampler.samples_per_rank(start)) * sampler.num_replicas
         return {
             POSITION: {
                 "epoch": epoch,
@@ -180,7 +186,7 @@ class LoaderPosition:
         """Raise if this state can't be loaded.
 
         Raises:
-            CheckpointMismatchError: It is of another dataset, or is not a position.
+            CheckpointMismatchError: The state is of another dataset, or is not a position.
         """
         if POSITION not in state:
             raise CheckpointMismatchError(
@@ -204,7 +210,7 @@ class LoaderPosition:
             state: Of a loader over the same dataset, on any number of ranks and with batches of any size.
 
         Raises:
-            CheckpointMismatchError: It is of another dataset, or is not a position.
+            CheckpointMismatchError: The state is of another dataset, or is not a position.
         """
         if POSITION in state and state[POSITION]["epoch"] != self._sampler.epoch:
             return
@@ -226,7 +232,7 @@ class LoaderPosition:
 
 
 def position_of(loader: object) -> LoaderPosition | None:
-    """The position of a loader that :func:`follow` tracks."""
+    """The position of a loader that :func:`track_position` tracks; ``None`` for other loaders."""
     position = getattr(getattr(loader, "state_dict", None), "__self__", None)
     return position if isinstance(position, LoaderPosition) else None
 
@@ -238,7 +244,7 @@ def copy_without_position(loader: Any) -> Any:
         loader: A loader that is iterated over in training and in validation, both within an epoch.
 
     Returns:
-        A copy with the same dataset, and with its own sampler if :func:`follow` has replaced the original's.
+        A copy with the same dataset, and with its own sampler if :func:`track_position` has replaced the original's.
     """
     copy_of_loader = copy.copy(loader)
     for name in ("_get_iterator", "state_dict", "load_state_dict"):  # these belong to the original
@@ -259,7 +265,7 @@ def sampler_of(loader: DataLoader[Any]) -> Any:
     return loader.sampler if loader.batch_sampler is None else getattr(loader.batch_sampler, "sampler", None)
 
 
-def follow(loader: DataLoader[Any], order: Any) -> LoaderPosition | None:
+def track_position(loader: DataLoader[Any], order: Any) -> LoaderPosition | None:
     """Track a loader's position: give it a ``state_dict`` and a ``load_state_dict`` that hold it.
 
     Args:
@@ -275,11 +281,10 @@ def follow(loader: DataLoader[Any], order: Any) -> LoaderPosition | None:
         earlier_position.restart()
         return earlier_position
     dataset: Any = loader.dataset
-    if (
-        isinstance(dataset, IterableDataset)
-        or not _is_exactly(order, (DistributedSampler, ResumableSampler), "StatefulDistributedSampler")
-        or not (loader.batch_sampler is None or _is_exactly(loader.batch_sampler, (BatchSampler,), "BatchSampler"))
-    ):
+    is_known_order = _is_exactly(order, (DistributedSampler, ResumableSampler), "StatefulDistributedSampler")
+    batch_sampler = loader.batch_sampler
+    is_known_batching = batch_sampler is None or _is_exactly(batch_sampler, (BatchSampler,), "BatchSampler")
+    if isinstance(dataset, IterableDataset) or not is_known_order or not is_known_batching:
         return None
     sampler = ResumableSampler(
         dataset, order.num_replicas, order.rank, shuffle=order.shuffle, seed=order.seed, drop_last=order.drop_last
@@ -290,11 +295,8 @@ def follow(loader: DataLoader[Any], order: Any) -> LoaderPosition | None:
     if loader.batch_sampler is not None:
         loader.batch_sampler.sampler = sampler  # type: ignore[attr-defined]
     own_state_dict = getattr(type(loader), "state_dict", None)
-    if (
-        callable(getattr(dataset, "state_dict", None))
-        or not (own_state_dict is None or own_state_dict.__module__.startswith("torchdata."))
-        or not iterates_as_torch(loader)
-    ):
+    has_users_state = own_state_dict is not None and not own_state_dict.__module__.startswith("torchdata.")
+    if has_users_state or callable(getattr(dataset, "state_dict", None)) or not iterates_as_torch(loader):
         return None
     position = LoaderPosition(loader, sampler)
     instance: Any = loader

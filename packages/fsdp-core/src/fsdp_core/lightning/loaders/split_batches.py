@@ -23,12 +23,12 @@ def split_in_fabric(loader: Any, split: Callable[[Any], Any]) -> Any:
     """Make a loader yield parts of its batches. It stays the object that it was, so that its position can be saved.
 
     Args:
-        loader: The loader, changed in place. It replaces the split of an earlier strategy.
+        loader: The loader, changed in place. The split of an earlier strategy is replaced.
         split: From a batch to this rank's part.
     """
     loader_class = type(loader)
     if _SPLIT not in vars(loader):
-        # It calls the class's own method, which the position of a loader relies on.
+        # The class's own method is called, since LoaderPosition relies on it.
         @wraps(loader_class.__iter__)
         def split_batches(self: Any) -> Iterator[Any]:
             return map(vars(self)[_SPLIT], loader_class.__iter__(self))

@@ -17,12 +17,12 @@ from fsdp_core.checkpoint.collective import gather_to_first
 from fsdp_core.lightning.loaders.loader_states import (
     describe_loader,
     explain_unknown_order,
-    follow_loader,
     has_state,
     is_at_end,
-    own_state,
-    saved_entry,
+    make_entry,
+    state_of_own_rank,
     states_in,
+    track_loader,
 )
 from fsdp_core.lightning.loaders.position import copy_without_position, position_of
 from fsdp_core.lightning.private import (
@@ -48,10 +48,13 @@ class TrainingLoaders:
     """Saves and restores the positions of a Trainer's training loaders."""
 
     def __init__(self) -> None:
+        #: The epoch that samplers were set to last.
         self._epoch = 0
-        self._epoch_is_over = self._last_batch_was_done = False
-        self._is_mid_epoch = False
-        self._restored: list[Any] = []
+        # Of a loaded checkpoint, until the fit starts: whether its epoch is over; whether that epoch's last batch was
+        # trained, though Lightning does not count it as completed; and whether batches are left of the epoch.
+        self._epoch_is_over = self._last_batch_was_done = self._is_mid_epoch = False
+        self._restored_states: list[Any] = []
+        # By loader: before the last fetch, where Lightning fetches ahead, and after a fit has ended.
         self._states_before_fetch: list[Any] | None = None
         self._states_after_fit: list[Any] | None = None
         self._training_loaders, self._other_loaders = WeakSet[DataLoader[Any]](), WeakSet[DataLoader[Any]]()
@@ -66,7 +69,7 @@ class TrainingLoaders:
         """
         if isinstance(loader, DataLoader):
             tracked: DataLoader[Any] = copy_without_position(loader) if loader in self._other_loaders else loader
-            follow_loader(tracked)
+            track_loader(tracked)
             self._training_loaders.add(tracked)
             loader = tracked
         # Lightning sets the epoch only after the first iterator is created, which would have the order of epoch 0.
@@ -111,34 +114,34 @@ class TrainingLoaders:
         if loop.restarting:
             if loop.epoch_loop.batch_progress.is_last_batch and not self._last_batch_was_done:
                 # Lightning first ends the epoch, then creates new iterators: only these must get the states.
-                load_loader_states(loop, self._restored)
+                load_loader_states(loop, self._restored_states)
             _recount_batches(loop, combined)
         if self._is_mid_epoch:
-            _warn_of_starting_over(combined, has_states=bool(self._restored))
+            _warn_of_starting_over(combined, has_states=bool(self._restored_states))
         self._epoch_is_over = self._last_batch_was_done = self._is_mid_epoch = False
-        self._restored = []
+        self._restored_states = []
         self._states_before_fetch = None
         if fetcher.length is None:
             # Lightning fetches a batch ahead to find the end, so the positions before each fetch are kept.
-            before_each_fetch(loop, lambda: self._note_states(loop))
+            before_each_fetch(loop, lambda: self._keep_states_before_fetch(loop))
 
-    def _note_states(self, loop: Any) -> None:
-        states = _states(loop)
-        self._states_before_fetch = copy.deepcopy(states) if states else states
+    def _keep_states_before_fetch(self, loop: Any) -> None:
+        self._states_before_fetch = copy.deepcopy(_states_of_loaders(loop))
 
     def finish(self, trainer: pl.Trainer) -> None:
         """Record the positions while the loaders have them; a checkpoint may be saved after the fit."""
         fetcher = fetcher_of(trainer.fit_loop)
         if trainer.state.fn == TrainerFn.FITTING and fetcher is not None and fetcher.iterator is not None:
-            self._states_after_fit = self._states(trainer)
+            self._states_after_fit = self._current_states(trainer)
 
-    def _states(self, trainer: pl.Trainer) -> list[Any]:
+    def _current_states(self, trainer: pl.Trainer) -> list[Any]:
+        """The loaders' states as of the last batch that training has used, also after the fit."""
         loop = trainer.fit_loop
         if fetcher_of(loop) is None:
             return self._states_after_fit or []
         if self._states_before_fetch is not None and has_fetched_ahead(loop):
             return self._states_before_fetch
-        return _states(loop)
+        return _states_of_loaders(loop)
 
     # -- in a checkpoint -------------------------------------------------------------------------------------------
 
@@ -156,18 +159,19 @@ class TrainingLoaders:
             return dict(checkpoint)
         own_states: list[Any] = []
 
-        def read() -> list[Any]:
-            own_states.extend(self._states(trainer))
+        def read_own_states() -> list[Any]:
+            own_states.extend(self._current_states(trainer))
             return own_states
 
-        states = gather_to_first(runtime, "reading the positions of the data loaders", read)
-        ranks = [own_states] if states is None else runtime.by_data_parallel_rank(states)
+        gathered_states = gather_to_first(runtime, "reading the positions of the data loaders", read_own_states)
+        states_by_rank = [own_states] if gathered_states is None else runtime.by_data_parallel_rank(gathered_states)
         names = [describe_loader(loader) for loader in combined.flattened if has_state(loader)]
-        loaders = [saved_entry(name, states) for name, *states in zip(names, *ranks, strict=False)]
+        states_by_loader = zip(*states_by_rank, strict=False)
+        entries = [make_entry(name, states) for name, states in zip(names, states_by_loader, strict=False)]
         progress = {key: value for key, value in loop["state_dict"].items() if key != "combined_loader"}
         return {
             **_with_loop(checkpoint, {**loop, "state_dict": progress}),
-            _KEY: {"world_size": runtime.data_parallel_world_size, "loaders": loaders},
+            _KEY: {"world_size": runtime.data_parallel_world_size, "loaders": entries},
         }
 
     def load(self, checkpoint: dict[str, Any], trainer: pl.Trainer, runtime: Runtime) -> dict[str, Any]:
@@ -186,10 +190,10 @@ class TrainingLoaders:
             return checkpoint
         is_from_lightning = _KEY not in checkpoint
         saved = checkpoint.get(_KEY) or {"world_size": 1, "loaders": _entries_of_lightning(loop["state_dict"])}
-        ends_reached = [is_at_end(state) for saved_loader in saved["loaders"] for state in states_in(saved_loader)]
+        ends_reached = [is_at_end(state) for entry in saved["loaders"] for state in states_in(entry)]
         # If no loader has a state in our checkpoint, only the count of batches says whether the epoch is over.
         are_at_end = all(ends_reached) and (bool(ends_reached) or is_from_lightning)
-        loop = _with_true_epochs(loop, are_at_end or is_from_lightning)
+        loop = _with_true_epochs(loop, are_at_end=are_at_end or is_from_lightning)
         batches = loop["epoch_loop.batch_progress"]
         self._epoch_is_over = _epoch_is_over(loop)
         self._is_mid_epoch = _is_within_epoch(loop)
@@ -201,10 +205,10 @@ class TrainingLoaders:
         states: list[Any] = []
         if self._is_mid_epoch or (are_at_end and saved["world_size"] == runtime.data_parallel_world_size):
             # Otherwise an epoch begins, which needs no states of another world size or of loaders with samples left.
-            states = [own_state(saved_loader, saved["world_size"], runtime) for saved_loader in saved["loaders"]]
+            states = [state_of_own_rank(entry, saved["world_size"], runtime) for entry in saved["loaders"]]
         if are_at_end:
             always_load_loader_states(trainer.fit_loop)
-        self._restored = states
+        self._restored_states = states
         return _with_loop(checkpoint, {**loop, "state_dict": {**loop["state_dict"], "combined_loader": states}})
 
 
@@ -257,7 +261,7 @@ def _is_within_epoch(loop: Mapping[str, Any]) -> bool:
     return not _epoch_is_over(loop) and not loop["epoch_loop.batch_progress"]["is_last_batch"]
 
 
-def _states(loop: Any) -> list[Any]:
+def _states_of_loaders(loop: Any) -> list[Any]:
     """The states of the loaders that have one, without the batch that training has not finished yet."""
     batches = loop.epoch_loop.batch_progress.current
     unused = batches.ready - batches.processed
@@ -281,7 +285,7 @@ def _with_loop(checkpoint: Mapping[str, Any], loop: Mapping[str, Any]) -> dict[s
     return {**checkpoint, "loops": {**checkpoint["loops"], "fit_loop": loop}}
 
 
-def _with_true_epochs(loop: Mapping[str, Any], are_at_end: bool) -> dict[str, Any]:
+def _with_true_epochs(loop: Mapping[str, Any], *, are_at_end: bool) -> dict[str, Any]:
     """Return the progress of a fit with the true count of finished epochs, by which Lightning resumes.
 
     Args:
@@ -292,7 +296,7 @@ def _with_true_epochs(loop: Mapping[str, Any], are_at_end: bool) -> dict[str, An
     batches = loop["epoch_loop.batch_progress"]
     total = epochs["total"]
     if total["ready"] == total["started"] + 1:
-        # It was saved when an epoch had begun, while the count of batches was still that of the epoch before.
+        # The checkpoint was saved as an epoch began, while the count of batches was still that of the epoch before.
         for counts in epochs.values():
             counts["ready"] -= 1
     elif (
@@ -315,7 +319,7 @@ def _recount_batches(loop: Any, combined: Any) -> None:
     counted_batches = progress.current.completed + (1 if batch_was_done else 0)  # after these, Lightning would continue
     position = position_of(deciding_loader(combined))
     if progress.is_last_batch and max_batches == math.inf:
-        if batch_was_done:  # without a known length, Lightning would not start the count again
+        if batch_was_done:  # Lightning does not start the count again where the length is unknown
             _add_batches(progress.current, -counted_batches)
         return
     if progress.is_last_batch:

@@ -8,15 +8,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_core.errors import MissingKeyError, ShardingError
-from fsdp_core.lightning.outside_steps.redirection import is_inside_forward, normal_tensors
+from fsdp_core.lightning.outside_steps.redirection import is_inside_forward, outside_inference_mode
 from fsdp_core.sharding.sharded import Sharded, sharded_around
 from fsdp_core.state.full_tensor import check_not_gathered
 from fsdp_core.torch_private.dtensors import refuse_unreduced_values
 
-__all__ = ["full_state_dict", "gather_state", "refuse_values_of_parts", "written_of"]
+__all__ = ["allow_unreduced_reads", "full_state_dict", "gather_state", "refuse_unreduced_reads", "users_module_in"]
 
 
-@normal_tensors()
+@outside_inference_mode()
 def full_state_dict(module: nn.Module) -> dict[str, Any]:
     """Gather the ``state_dict()`` of a sharded module, or of a part of one. All ranks must call it.
 
@@ -48,11 +48,11 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
         >>> full_state_dict(nn.Linear(2, 1)).keys()
         dict_keys(['weight', 'bias'])
     """
-    owner_and_prefix = sharded_around(written_of(module))
+    owner_and_prefix = sharded_around(users_module_in(module))
     if owner_and_prefix is None:
         if dist.is_initialized() and dist.get_rank():
             return _NoWeights()
-        state = written_of(module).state_dict()
+        state = users_module_in(module).state_dict()
         return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
     sharded, prefix = owner_and_prefix
     check_not_gathered(sharded.root, "full_state_dict()")
@@ -119,9 +119,14 @@ class _NoWeights(dict[str, Any]):
         return dict, (dict(self),)
 
 
-def refuse_values_of_parts(on: bool) -> None:
-    """Set whether reading a value that was computed from this rank's shards alone, and is not reduced, raises."""
-    refuse_unreduced_values(_unreduced_value_error if on else None)
+def refuse_unreduced_reads() -> None:
+    """Make it an error, from now on, to read a value that was computed from this rank's shards alone."""
+    refuse_unreduced_values(_unreduced_value_error)
+
+
+def allow_unreduced_reads() -> None:
+    """End :func:`refuse_unreduced_reads`."""
+    refuse_unreduced_values(None)
 
 
 def _unreduced_value_error() -> ShardingError:
@@ -133,7 +138,7 @@ def _unreduced_value_error() -> ShardingError:
     )
 
 
-def written_of(module: nn.Module) -> nn.Module:
-    """The user's module inside the one that Fabric returned."""
-    first_name = getattr(module, "_original_module", None)
-    return first_name if isinstance(first_name, nn.Module) else module
+def users_module_in(module: nn.Module) -> nn.Module:
+    """The user's module inside the one that Fabric returned; other modules are returned as they are."""
+    users_module = getattr(module, "_original_module", None)
+    return users_module if isinstance(users_module, nn.Module) else module

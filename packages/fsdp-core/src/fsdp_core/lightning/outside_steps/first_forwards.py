@@ -31,24 +31,24 @@ class FirstForwards:
 
     def __init__(self, sharded: Sharded) -> None:
         self._sharded = ref(sharded)
-        has_parts = any(isinstance(p, DTensor) or sharded.holds_part(p) for p in sharded.layout())
-        # None if each rank has the full model and may call it alone.
+        has_parts = any(isinstance(p, DTensor) or sharded.is_shard(p) for p in sharded.layout())
+        # Of ranks that have the full model, one may call it alone: they compare nothing.
         self._ranks = sharded.runtime if has_parts else None
         self._name = sharded.plan.class_name
         self._writes: StepWrites | None = None
         self._has_begun = False
-        _watched[sharded.root] = _watched[sharded.module] = self
+        _watches[sharded.root] = _watches[sharded.module] = self
         # The first hook runs before a library's hooks gather parameters, the second before they free them.
         self._hooks = [
-            sharded.root.register_forward_pre_hook(_begin, prepend=True),
-            sharded.module.register_forward_hook(_end, prepend=True),
+            sharded.root.register_forward_pre_hook(_begin_forward, prepend=True),
+            sharded.module.register_forward_hook(_check_forward, prepend=True),
         ]
 
     def begin(self) -> None:
         """Begin a forward pass."""
         sharded = self._sharded()
         if sharded is not None and sharded.root not in gathered_modules:
-            self._forget()
+            self._stop_watching_writes()
             self._writes = sharded.watch_writes()
             self._has_begun = True
 
@@ -76,32 +76,32 @@ class FirstForwards:
         if self._has_begun:
             for hook in self._hooks:
                 hook.remove()
-            for module in [module for module, watch in _watched.items() if watch is self]:
-                del _watched[module]  # a compiled module may keep calling the hooks
-            self._forget()
+            for module in [module for module, watch in _watches.items() if watch is self]:
+                del _watches[module]  # since a compiled module may keep calling the hooks
+            self._stop_watching_writes()
             if (sharded := self._sharded()) is not None:
                 sharded.written_values.are_compared = False
         return self._has_begun
 
-    def _forget(self) -> None:
+    def _stop_watching_writes(self) -> None:
         if self._writes is not None:
             self._writes.stop()
             self._writes = None
 
 
 #: By root, and by the user's module in it. A copy of such a module has the hooks too, but is not watched.
-_watched: WeakKeyDictionary[nn.Module, FirstForwards] = WeakKeyDictionary()
+_watches: WeakKeyDictionary[nn.Module, FirstForwards] = WeakKeyDictionary()
 
 
 @outside_of_compilation
-def _begin(root: nn.Module, args: Any) -> None:
-    watch = _watched.get(root)
+def _begin_forward(root: nn.Module, args: Any) -> None:
+    watch = _watches.get(root)
     if watch is not None and torch.is_grad_enabled() and not in_backward():
         watch.begin()
 
 
 @outside_of_compilation
-def _end(module: nn.Module, args: Any, output: Any) -> None:
-    watch = _watched.get(module)
+def _check_forward(module: nn.Module, args: Any, output: Any) -> None:
+    watch = _watches.get(module)
     if watch is not None and not in_backward():
         watch.check()

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
-from fsdp_core.lightning.outside_steps.exporting import written_of
-from fsdp_core.lightning.outside_steps.redirection import called_as_written, explain_shards, normal_tensors
+from fsdp_core.lightning.outside_steps.error_notes import explain_shards
+from fsdp_core.lightning.outside_steps.exporting import users_module_in
+from fsdp_core.lightning.outside_steps.redirection import called_as_written, outside_inference_mode
 from fsdp_core.sharding.sharded import Sharded, sharded_around, sharded_of
 from fsdp_core.state.full_tensor import gathered_modules
 from fsdp_core.torch_private.autograd import in_backward
@@ -44,19 +45,19 @@ class ShardedForward(nn.Module):
         if root in gathered_modules:
             return self.sharded.module(*args, **kwargs)
         # If a hook or a recomputation calls the root, the rest of the backward pass needs the gathered parameters.
-        is_inside = in_backward()
-        if is_inside:
+        is_in_backward = in_backward()
+        if is_in_backward:
             self.sharded.is_called_in_backward = True
         try:
-            with called_as_written(root), normal_tensors():
+            with called_as_written(root), outside_inference_mode():
                 output = root(*args, **kwargs)
         except BaseException as error:
             explain_shards(error, [self.sharded], is_inside=True)
-            if not is_inside:
+            if not is_in_backward:
                 self.sharded.abandon_forward()
                 self.sharded.end_call()
             raise
-        if not torch.is_grad_enabled() and not is_inside:
+        if not torch.is_grad_enabled() and not is_in_backward:  # no backward pass follows that would free parameters
             self.sharded.end_call()
         for tensor in tree_flatten(output)[0]:
             if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -112,26 +113,27 @@ def set_up_model(module: nn.Module) -> Sharded:
     Raises:
         ShardingError: The module was not set up, or is only a part of a model that was.
     """
-    sharded = sharded_in(written_of(module))
-    around = sharded_around(written_of(module)) if sharded is None else None
-    if around is not None:
+    sharded = sharded_in(users_module_in(module))
+    if sharded is not None:
+        return sharded
+    owner_and_prefix = sharded_around(users_module_in(module))
+    if owner_and_prefix is not None:
+        owner, _ = owner_and_prefix
         raise ShardingError(
-            f"{type(module).__name__} is a part of {around[0].plan.class_name}, which is sharded as a whole.\n"
+            f"{type(module).__name__} is a part of {owner.plan.class_name}, which is sharded as a whole.\n"
             "Pass the model that fabric.setup() returned."
         )
-    if sharded is None:
-        raise ShardingError(
-            f"{type(module).__name__} is not sharded.\n"
-            "Write `model = fabric.setup(model)` first, and pass what that returns."
-        )
-    return sharded
+    raise ShardingError(
+        f"{type(module).__name__} is not sharded.\n"
+        "Write `model = fabric.setup(model)` first, and pass what that returns."
+    )
 
 
 def root_around(module: nn.Module) -> Sharded:
     """The root of a model that was set up, given the model, a part of it, or a module around it."""
-    around = sharded_around(written_of(module))
-    if around is not None:
-        return around[0]
+    owner_and_prefix = sharded_around(users_module_in(module))
+    if owner_and_prefix is not None:
+        return owner_and_prefix[0]
     for part in module.modules():
         sharded = sharded_in(part)
         if sharded is not None:

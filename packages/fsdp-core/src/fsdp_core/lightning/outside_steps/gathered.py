@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import ShardingError
-from fsdp_core.lightning.outside_steps.exporting import written_of
-from fsdp_core.lightning.outside_steps.redirection import is_inside_forward, normal_tensors
+from fsdp_core.lightning.outside_steps.exporting import users_module_in
+from fsdp_core.lightning.outside_steps.redirection import is_inside_forward, outside_inference_mode
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.sharded import Sharded, sharded_around
 from fsdp_core.state.fqn import clean_name
@@ -59,11 +59,11 @@ def gathered(module: nn.Module, modifier_rank: int | None = None) -> Iterator[No
         >>> model.weight.tolist()
         [[1.0, 1.0]]
     """
-    owner_and_prefix = sharded_around(written_of(module))
+    owner_and_prefix = sharded_around(users_module_in(module))
     if owner_and_prefix is None:
         yield
         if modifier_rank is not None and dist.is_initialized():
-            for parameter in written_of(module).parameters():
+            for parameter in users_module_in(module).parameters():
                 dist.broadcast(parameter.data, modifier_rank)
         return
     sharded, prefix = owner_and_prefix
@@ -100,9 +100,17 @@ def gathered(module: nn.Module, modifier_rank: int | None = None) -> Iterator[No
             own_error = error
             problems = [f"{type(error).__name__} was raised: {error}"]
         values = {replacement.name: replacement.full.detach() for replacement in replacements}
-    changed = _agree_on_changes(sharded.runtime, values, buffers, digests_before, problems, own_error, modifier_rank)
+    changed = _agree_on_changes(
+        sharded.runtime,
+        values,
+        buffers,
+        digests_before=digests_before,
+        problems=problems,
+        own_error=own_error,
+        modifier_rank=modifier_rank,
+    )
     if changed:
-        with normal_tensors():
+        with outside_inference_mode():
             sharded.load_model_state(changed, strict=False)
 
 
@@ -119,7 +127,7 @@ def _check_outside_step(root: nn.Module) -> None:
         )
 
 
-@normal_tensors()
+@outside_inference_mode()
 def _gather_parameters(sharded: Sharded, prefix: str, first_names: Mapping[str, str]) -> dict[str, Tensor]:
     """Gather the parameters of a part of a root, each once, on this rank's device."""
     state = sharded.model_state()
@@ -131,7 +139,7 @@ def _gather_parameters(sharded: Sharded, prefix: str, first_names: Mapping[str, 
 
 @contextmanager
 def _plain_buffers(part: nn.Module) -> Iterator[None]:
-    """Replace DTensor buffers, which tensor parallelism makes, by plain tensors, like the parameters."""
+    """A context in which plain tensors replace the DTensor buffers that tensor parallelism makes."""
     dtensor_buffers = [
         (inner, name, buffer)
         for inner in part.modules()
@@ -150,14 +158,14 @@ def _plain_buffers(part: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Replacement:
-    """Where a full parameter replaces what a module held.
+    """A full parameter that stands in a module in place of a sharded one.
 
     Attributes:
         owner: The module.
-        attribute: The parameter's name there.
-        name: Its FQN in the root, the first one if it is tied.
-        sharded: The parameter that was there.
-        full: The full parameter that replaces it.
+        attribute: The name of both parameters in that module.
+        name: Their FQN in the root, the first one if they are tied.
+        sharded: The sharded parameter.
+        full: The full parameter.
     """
 
     owner: nn.Module
@@ -189,6 +197,7 @@ def _replace_parameters(
 def _restore_shards(
     replacements: list[_Replacement], children: Mapping[nn.Module, Mapping[str, nn.Module | None]]
 ) -> None:
+    """Put shards back in place of full parameters, and also the children that a module had before."""
     for replacement in replacements:
         replacement.owner._parameters[replacement.attribute] = replacement.sharded
     for module, previous in children.items():
@@ -245,12 +254,13 @@ def _agree_on_changes(
     runtime: Runtime,
     values: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
+    *,
     digests_before: Mapping[str, str],
     problems: list[str],
     own_error: BaseException | None,
     modifier_rank: int | None,
 ) -> dict[str, Tensor]:
-    """Return the changed parameters by name, and copy changed buffers at once. All ranks must call it.
+    """Return the changed parameters by name, and copy the ``modifier_rank``'s buffers. All ranks must call it.
 
     Args:
         runtime: The ranks.
@@ -282,11 +292,13 @@ def _agree_on_changes(
                     f"within gathered(), rank {rank} changed {name!r}, which {expectation}. Nothing was changed in the "
                     f"shards.\nWrite gathered(module, modifier_rank={rank}), and change it on that rank."
                 )
+    if modifier_rank is None:
+        return {}
     agreed: dict[str, Tensor] = {}
     for name in final_digests:
-        agreed_value = values[name] if name in values else buffers[name]
+        own_value = values[name] if name in values else buffers[name]
         agreed[name] = runtime.broadcast_object(
-            agreed_value.cpu() if runtime.rank == modifier_rank else None, modifier_rank or 0
+            own_value.cpu() if runtime.rank == modifier_rank else None, src=modifier_rank
         )
     for name in buffers.keys() & agreed.keys():
         with torch.no_grad():

@@ -21,19 +21,20 @@ def install_grad_norm() -> None:
     """Wrap the function in the modules of Lightning that are imported by now. Idempotent; never undone."""
     for package in ("lightning.pytorch", "pytorch_lightning"):
         for submodule in ("utilities.grads", "utilities"):
-            replace_function(sys.modules.get(f"{package}.{submodule}"), "grad_norm", _with_all_ranks)
+            replace_function(sys.modules.get(f"{package}.{submodule}"), "grad_norm", _wrap_grad_norm)
 
 
 @cache
-def _with_all_ranks(grad_norm: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_grad_norm(grad_norm: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(grad_norm)
     def grad_norm_over_ranks(module: Any, norm_type: float | int | str, group_separator: str = "/") -> Any:
         owner_and_prefix = _sharded_around(module)
         if owner_and_prefix is None or not float(norm_type) > 0:
             return grad_norm(module, norm_type, group_separator)
-        return _grad_norm(module, *owner_and_prefix, float(norm_type), group_separator)
+        sharded, prefix = owner_and_prefix
+        return _compute_grad_norms(module, sharded, prefix, float(norm_type), group_separator)
 
-    return mark_wrapper(grad_norm_over_ranks, grad_norm, _with_all_ranks)
+    return mark_wrapper(grad_norm_over_ranks, grad_norm, _wrap_grad_norm)
 
 
 def _sharded_around(module: Any) -> tuple[Any, str] | None:
@@ -44,7 +45,8 @@ def _sharded_around(module: Any) -> tuple[Any, str] | None:
     return sharded_around(module)
 
 
-def _grad_norm(module: Any, sharded: Any, prefix: str, order: float, separator: str) -> dict[str, Any]:
+def _compute_grad_norms(module: Any, sharded: Any, prefix: str, order: float, separator: str) -> dict[str, Any]:
+    """The norms of the gradients of a root's part with that prefix, under the keys of Lightning's ``grad_norm``."""
     import torch
 
     from fsdp_core.lightning.outside_steps.redirection import is_inside_forward

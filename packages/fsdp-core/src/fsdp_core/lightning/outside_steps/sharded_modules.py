@@ -30,8 +30,9 @@ def guard_module(sharded: Sharded, strategy_name: str) -> None:
         ShardingError: A parameter has a hook that would be called with a shard's gradient, or never.
     """
     layout = sharded.layout()
-    has_parts = any(isinstance(p, DTensor) or sharded.holds_part(p) for p in layout)
-    if has_parts or sharded.module is not sharded.root:
+    has_parts = any(isinstance(p, DTensor) or sharded.is_shard(p) for p in layout)
+    has_wrapper = sharded.module is not sharded.root
+    if has_parts or has_wrapper:
         follow_calls(sharded, on_all_ranks=has_parts)
     if any(isinstance(p, DTensor) for p in layout):
         write_through_copied_views()

@@ -41,21 +41,22 @@ def enter_accelerator(front_end: FrontEnd) -> None:
         front_end: ``"trainer"`` or ``"fabric"``.
     """
     module, name = _CONNECTORS[front_end]
-    replace_function(getattr(import_module(module), name), "_check_config_and_set_final_flags", _resolves_auto)
-    kind = _kind_without_accelerator()
-    if kind is None:
+    replace_function(getattr(import_module(module), name), "_check_config_and_set_final_flags", _wrap_check)
+    device_type = _device_type_new_to_lightning()
+    if device_type is None:
         return
     module, name = _REGISTRIES[front_end]
     accelerators = getattr(import_module(module), name)
-    # "tpu" is Lightning's name for torch_xla's devices; without torch_xla, it is free
-    if kind not in accelerators or (kind == "tpu" and not accelerators[kind]["accelerator"].is_available()):
+    # "tpu" is Lightning's name for torch_xla's devices; without torch_xla, the name is free
+    is_free_tpu = device_type == "tpu" and not accelerators[device_type]["accelerator"].is_available()
+    if device_type not in accelerators or is_free_tpu:
         from fsdp_core.lightning.accelerators import TorchAccelerator
 
-        description = f"the {kind} devices that torch.accelerator finds"
-        accelerators.register(kind, TorchAccelerator, description=description, override=True)
+        description = f"the {device_type} devices that torch.accelerator finds"
+        accelerators.register(device_type, TorchAccelerator, description=description, override=True)
 
 
-def _resolves_auto(check: Callable[..., None]) -> Callable[..., None]:
+def _wrap_check(check: Callable[..., None]) -> Callable[..., None]:
     """Wrap a connector's method that reads what users ask for: ``"auto"`` is torch's accelerator for our strategies."""
 
     @wraps(check)
@@ -64,17 +65,18 @@ def _resolves_auto(check: Callable[..., None]) -> Callable[..., None]:
         if runs_on_any and isinstance(accelerator, str):
             _refuse_missing(accelerator)
         check(self, *args, strategy=strategy, accelerator=accelerator, **kwargs)
-        kind = _kind_without_accelerator()
-        if runs_on_any and self._accelerator_flag == "auto" and kind is not None and torch.accelerator.is_available():
-            self._accelerator_flag = kind
+        device_type = _device_type_new_to_lightning()
+        is_auto = runs_on_any and self._accelerator_flag == "auto"
+        if is_auto and device_type is not None and torch.accelerator.is_available():
+            self._accelerator_flag = device_type
 
-    return mark_wrapper(check_and_resolve, check, _resolves_auto)
+    return mark_wrapper(check_and_resolve, check, _wrap_check)
 
 
-def _kind_without_accelerator() -> str | None:
-    """The kind of torch's accelerator, if Lightning has no accelerator of its own for it."""
-    kind = devices.accelerator_kind()
-    return None if kind in LIGHTNINGS_OWN else kind
+def _device_type_new_to_lightning() -> str | None:
+    """The device type of torch's accelerator, such as ``"npu"``, if Lightning has no accelerator for that type."""
+    device_type = devices.accelerator_kind()
+    return None if device_type in LIGHTNINGS_OWN else device_type
 
 
 def _runs_on_any_accelerator(strategy: Any) -> bool:
@@ -92,9 +94,9 @@ def _refuse_missing(accelerator: str) -> None:
     """Refuse a kind of device that this process's torch does not know or see, naming what is needed for it.
 
     Raises:
-        StrategyUnavailableError: It is such a kind.
+        StrategyUnavailableError: The device type is unknown, or none of its devices is seen.
     """
-    if accelerator == _kind_without_accelerator() and not torch.accelerator.is_available():
+    if accelerator == _device_type_new_to_lightning() and not torch.accelerator.is_available():
         variable = VISIBILITY.get(accelerator)
         hidden = f", and look at {variable}, which can hide devices" if variable in os.environ else ""
         raise StrategyUnavailableError(

@@ -37,33 +37,36 @@ def fill_when_read(
         >>> "b" in registry, type(registry) is Registry
         (True, True)
     """
-    plain = type(registry)
+    own_class = type(registry)
 
-    def fill_before(name: str) -> Callable[..., Any]:
-        @wraps(getattr(plain, name))
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def make_filling_method(name: str) -> Callable[..., Any]:
+        """Make a method of ``deferred_class`` that fills the registry, and then calls the method of its own class."""
+
+        @wraps(getattr(own_class, name))
+        def fill_and_call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if name == "__contains__" and args[0] in never:
                 return dict.__contains__(self, args[0])
-            if self is not registry:  # a copy
-                self.__class__ = plain
-            elif type(self) is deferred:
+            is_copy = self is not registry
+            if is_copy:
+                self.__class__ = own_class
+            elif type(self) is deferred_class:
                 find()
-                if type(self) is deferred:  # no other thread has filled it meanwhile
-                    self.__class__ = plain
+                if type(self) is deferred_class:  # else another thread has filled the registry meanwhile
+                    self.__class__ = own_class
                     fill()
             return getattr(self, name)(*args, **kwargs)
 
-        return method
+        return fill_and_call
 
     def register(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.__class__ = plain
+        self.__class__ = own_class
         try:
             return self.register(*args, **kwargs)
         finally:
-            self.__class__ = deferred
+            self.__class__ = deferred_class
 
-    methods: dict[str, Any] = {name: fill_before(name) for name in _READING_METHODS if hasattr(plain, name)}
-    if hasattr(plain, "register"):
+    methods: dict[str, Any] = {name: make_filling_method(name) for name in _READING_METHODS if hasattr(own_class, name)}
+    if hasattr(own_class, "register"):
         methods["register"] = register
-    deferred = type(plain.__name__, (plain,), {"__module__": plain.__module__, **methods})
-    registry.__class__ = deferred
+    deferred_class = type(own_class.__name__, (own_class,), {"__module__": own_class.__module__, **methods})
+    registry.__class__ = deferred_class

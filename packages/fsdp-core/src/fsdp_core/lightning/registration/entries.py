@@ -29,7 +29,7 @@ __all__ = ["LazyStrategy", "StrategyNames", "enter"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Home:
+class _RegistryLocation:
     """Where one of Lightning's packages keeps its registry.
 
     Attributes:
@@ -44,15 +44,15 @@ class _Home:
     instead: tuple[str, str] | None = None
 
 
-_HOMES = {
-    "lightning.fabric.strategies": _Home(attribute="STRATEGY_REGISTRY", front_end="fabric"),
-    "lightning.pytorch.strategies": _Home(attribute="StrategyRegistry", front_end="trainer"),
-    "lightning_fabric.strategies": _Home(
+_LOCATIONS = {
+    "lightning.fabric.strategies": _RegistryLocation(attribute="STRATEGY_REGISTRY", front_end="fabric"),
+    "lightning.pytorch.strategies": _RegistryLocation(attribute="StrategyRegistry", front_end="trainer"),
+    "lightning_fabric.strategies": _RegistryLocation(
         attribute="STRATEGY_REGISTRY",
         front_end="fabric",
         instead=("from lightning_fabric import Fabric", "from lightning.fabric import Fabric"),
     ),
-    "pytorch_lightning.strategies": _Home(
+    "pytorch_lightning.strategies": _RegistryLocation(
         attribute="StrategyRegistry",
         front_end="trainer",
         instead=("import pytorch_lightning as pl", "import lightning.pytorch as pl"),
@@ -85,10 +85,10 @@ class LazyStrategy:
         return registry.resolve(self.name, self.front_end)(**options)
 
 
-def _other_package_error(what: str, instead: tuple[str, str]) -> StrategyUnavailableError:
+def _other_package_error(strategy: str, instead: tuple[str, str]) -> StrategyUnavailableError:
     imported, replacement = instead
     return StrategyUnavailableError(
-        f"{what} works with the package 'lightning' (pip install lightning), "
+        f"{strategy} works with the package 'lightning' (pip install lightning), "
         f"but this script imports {imported.split()[1]!r}, whose classes are others.\n"
         f"Write `{replacement}` in place of `{imported}`, everywhere in the script."
     )
@@ -96,21 +96,21 @@ def _other_package_error(what: str, instead: tuple[str, str]) -> StrategyUnavail
 
 def _refuse_elsewhere(strategy: object, module: str) -> None:
     """Raise if a connector got one of our strategy objects that is for another front end or another package."""
-    ours = sys.modules.get("fsdp_core.lightning.strategy")
-    home = _HOMES.get(module)
-    if ours is None or home is None or not isinstance(strategy, ours.ShardedStrategy):
+    our_module = sys.modules.get("fsdp_core.lightning.strategy")  # without it, no strategy object is ours
+    location = _LOCATIONS.get(module)
+    if our_module is None or location is None or not isinstance(strategy, our_module.ShardedStrategy):
         return
     if isinstance(strategy, sys.modules[module].Strategy):
         return
     class_name = f"{type(strategy).__module__}.{type(strategy).__qualname__}"
-    if home.instead is not None:
-        raise _other_package_error(class_name, home.instead)
+    if location.instead is not None:
+        raise _other_package_error(class_name, location.instead)
     name = strategy.strategy_name
-    replacement = getattr(registry.describe(name), home.front_end)
+    replacement = getattr(registry.describe(name), location.front_end)
     if replacement is None:
-        registry.resolve(name, home.front_end)  # raises an error that names the front end that has a class
+        registry.resolve(name, location.front_end)  # raises an error that names the front end that has a class
     raise UnsupportedCapabilityError(
-        f"{class_name} can't be given to {registry.FRONT_ENDS[home.front_end]}, which has a class of its own.\n"
+        f"{class_name} can't be given to {registry.FRONT_ENDS[location.front_end]}, which has a class of its own.\n"
         f"Write `from {' import '.join(replacement.split(':'))}`, or strategy={name!r}."
     )
 
@@ -132,38 +132,38 @@ def enter(module: ModuleType) -> None:
     install_opening(module)
     install_refusal(module)
     install_grad_norm()
-    home = _HOMES[module.__name__]
-    names = getattr(module, home.attribute)
+    location = _LOCATIONS[module.__name__]
+    names = getattr(module, location.attribute)
 
-    def find() -> None:
-        with suppress(Exception):  # fill() meets the same exception, and warns of it
+    def find_names() -> None:
+        with suppress(Exception):  # register_names() meets the same exception, and warns of it
             registry.known_names()
 
-    def fill() -> None:
+    def register_names() -> None:
         try:
             install_search()
             _enter_names(names, module)
-            if home.instead is None:
-                enter_accelerator(home.front_end)
+            if location.instead is None:
+                enter_accelerator(location.front_end)
         except Exception as error:
             warn_of_fault(module.__name__, error)
 
-    fill_when_read(names, find, fill, never=_RESERVED)
+    fill_when_read(names, find_names, register_names, never=_RESERVED)
 
 
 def _enter_names(names: Any, module: ModuleType) -> None:
-    home = _HOMES[module.__name__]
+    location = _LOCATIONS[module.__name__]
     infos = registry.strategies()
     lightning_names = []
     for name in registry.known_names():
-        # names[name] and not names.get(name), which would build the strategy
+        # not names.get(name), which builds the strategy in Lightning's registries
         is_lightnings = name in names and not isinstance(names[name]["strategy"], LazyStrategy)
-        if name in _RESERVED or (is_lightnings and not _takes_over(name, home)):
+        if name in _RESERVED or (is_lightnings and not _takes_over(name, location)):
             lightning_names.append(name)
             continue
         names.register(
             name,
-            LazyStrategy(name=name, front_end=home.front_end, instead=home.instead),
+            LazyStrategy(name=name, front_end=location.front_end, instead=location.instead),
             description=infos[name].summary if name in infos else "can't be used as it is: see `fsdp list`",
             override=True,
         )
@@ -172,10 +172,11 @@ def _enter_names(names: Any, module: ModuleType) -> None:
         _warn_of_claims(name, module)
 
 
-def _takes_over(name: str, home: _Home) -> bool:
+def _takes_over(name: str, location: _RegistryLocation) -> bool:
+    """Whether a name of Lightning's becomes ours: that of fsdp-xla, where it is installed."""
     return (
         name == TAKEN_OVER
-        and home.instead is None
+        and location.instead is None
         and any(provider.canonical_name == registry.FIRST_PARTY[name] for provider in registry.claimants(name))
     )
 
@@ -194,7 +195,7 @@ class StrategyNames(list[str]):
 
     Lightning's connectors test whether the user's string is in this list, and say of any other that it is invalid.
     There is no public way to change that. So a test by a connector, which is recognised by the caller's name, does
-    more than tell whether the name is in the list. All other tests get the plain result. A connector's
+    more than tell whether the name is in the list. All other tests get the plain result. A test by a connector
 
     - enters the names of packages that were installed after Lightning was imported;
     - raises :class:`~fsdp_core.UnknownStrategyError`, a ``ValueError`` like Lightning's own, for a name that neither we
@@ -233,7 +234,7 @@ class StrategyNames(list[str]):
         module = sys.modules.get(self._module)
         if module is None or name not in registry.known_names():
             return False
-        names = getattr(module, _HOMES[self._module].attribute)
+        names = getattr(module, _LOCATIONS[self._module].attribute)
         _enter_names(names, module)
         return name in names
 

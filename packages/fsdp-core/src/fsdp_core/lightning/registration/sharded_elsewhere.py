@@ -25,31 +25,31 @@ def install_refusal(strategies: ModuleType) -> None:
     for strategy in filter(inspect.isclass, vars(strategies).copy().values()):
         for name in ("connect", "module_to_device", "setup_module"):
             if strategy.__module__.startswith(("lightning", "pytorch_lightning")):
-                replace_function(strategy, name, _refuses_shards)
+                replace_function(strategy, name, _wrap_taking_method)
 
 
 @cache
-def _refuses_shards(take: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(take)
+def _wrap_taking_method(take_module: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a strategy's method that takes a module refuse one that we have sharded."""
+
+    @wraps(take_module)
     def take_or_refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
-        ours = sys.modules.get("fsdp_core.lightning.strategy")  # nothing is sharded if it was not imported
-        if ours is not None and not isinstance(self, ours.ShardedStrategy):
-            module: Any = inspect.signature(take).bind(self, *args, **kwargs).args[1]
-            sharded = [sharded for sharded in map(ours.sharded_of, module.modules()) if sharded is not None]
-            if sharded:
+        our_module = sys.modules.get("fsdp_core.lightning.strategy")  # nothing is sharded if it was not imported
+        if our_module is None or isinstance(self, our_module.ShardedStrategy):
+            return take_module(self, *args, **kwargs)
+        module: Any = inspect.signature(take_module).bind(self, *args, **kwargs).args[1]
+        for sharded in map(our_module.sharded_of, module.modules()):
+            if sharded is not None:
                 from fsdp_core.lightning.private import forget_module
 
                 forget_module(self)  # or the strategy's teardown would move shards, and raise an error of torch's
-                raise _refusal(type(self).__name__, sharded[0].strategy_name, sharded[0].plan.class_name)
-        return take(self, *args, **kwargs)
+                raise ShardingError(
+                    f"{sharded.plan.class_name} was sharded by {sharded.strategy_name!r} before, in this process: each "
+                    "rank holds parts of its parameters, which "
+                    f"Lightning's {type(self).__name__} would take for full parameters.\n"
+                    f"Go on with strategy={sharded.strategy_name!r}; or save a checkpoint, build the module again, and "
+                    "load the checkpoint into that, with ckpt_path=, load_from_checkpoint() or Fabric.load()."
+                )
+        return take_module(self, *args, **kwargs)
 
-    return mark_wrapper(take_or_refuse, take, _refuses_shards)
-
-
-def _refusal(strategy: str, ours: str, module: str) -> ShardingError:
-    return ShardingError(
-        f"{module} was sharded by {ours!r} before, in this process: each rank holds parts of its parameters, which "
-        f"Lightning's {strategy} would take for full parameters.\n"
-        f"Go on with strategy={ours!r}; or save a checkpoint, build the module again, and load the checkpoint into "
-        "that, with ckpt_path=, load_from_checkpoint() or Fabric.load()."
-    )
+    return mark_wrapper(take_or_refuse, take_module, _wrap_taking_method)

@@ -24,14 +24,14 @@ from fsdp_core.runtime import Runtime
 __all__ = ["check_same", "describe_error", "describe_tensor", "describe_value", "facts_of_options", "facts_of_packages"]
 
 
-def check_same(runtime: Runtime, what: str, facts: Mapping[str, str]) -> None:
+def check_same(runtime: Runtime, class_name: str, facts: Mapping[str, str]) -> None:
     """Raise on every rank if the facts of any two ranks differ. All ranks must call it.
 
     If they agree, rank 0 only sends a digest.
 
     Args:
         runtime: The ranks.
-        what: The module's class name, for the error.
+        class_name: The module's class name, for the error.
         facts: Descriptions of the set-up by topic; equal set-ups must have equal descriptions on all ranks.
 
     Raises:
@@ -46,15 +46,14 @@ def check_same(runtime: Runtime, what: str, facts: Mapping[str, str]) -> None:
     if not runtime.total([digest != runtime.broadcast_object(digest)])[0]:
         return
     own_difference = _difference(runtime.broadcast_object(own_facts), own_facts)
-    gathered = runtime.gather_objects((own_difference, socket.gethostname()))
-    differing_ranks = [rank for rank, (difference, _) in enumerate(gathered) if difference]
-    difference, host = gathered[differing_ranks[0]]
-    host_text = f" (on {host})" if host != gathered[0][1] else ""
-    further = (
-        f" Rank {', '.join(map(str, differing_ranks[1:]))} differs from it too." if len(differing_ranks) > 1 else ""
-    )
+    differences_and_hosts = runtime.gather_objects((own_difference, socket.gethostname()))
+    first_rank, *further_ranks = [rank for rank, (difference, _) in enumerate(differences_and_hosts) if difference]
+    difference, host = differences_and_hosts[first_rank]
+    _, host_of_rank_0 = differences_and_hosts[0]
+    host_text = f" (on {host})" if host != host_of_rank_0 else ""
+    further = f" Rank {', '.join(map(str, further_ranks))} differs from it too." if further_ranks else ""
     raise ShardingError(
-        f"rank {differing_ranks[0]}{host_text} has not set up the same {what} as rank 0: {difference}.{further}\n"
+        f"rank {first_rank}{host_text} has not set up the same {class_name} as rank 0: {difference}.{further}\n"
         "Build the same model on every rank, with the same options and packages. Only the values of parameters and "
         "buffers may differ, of which rank 0's are taken."
     )

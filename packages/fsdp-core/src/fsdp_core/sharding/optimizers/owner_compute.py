@@ -36,13 +36,13 @@ class _Member:
     """A parameter of the optimizer.
 
     Attributes:
-        sharded: This rank's shard of it, which the optimizer holds between steps.
+        sharded: This rank's shard of the parameter, which the optimizer holds between steps.
         part: The user's parameter.
-        owner: The rank that updates it.
+        owner: The rank that updates the parameter.
         boxes: By rank, the boxes of the parameter that the rank holds.
         replicas: By rank, the index of the copy of the parameter that these boxes belong to.
-        has_gradient: Whether it has a gradient in this step.
-        full: On its owner, the full parameter that the optimizer steps over. Its memory is freed after the step.
+        has_gradient: Whether the parameter has a gradient on any rank in this step.
+        full: On the owner, the full parameter that the optimizer steps over. Its memory is freed after the step.
     """
 
     sharded: nn.Parameter
@@ -69,9 +69,9 @@ class _Plan:
 
     Attributes:
         runtime: The ranks.
-        members: Its parameters, in the order of its param groups.
-        step: Its own step, as a function of the optimizer: a plan must not keep the optimizer alive.
-        is_hooked: Whether hooks are called around its step. They see the shards, before and after it.
+        members: The optimizer's parameters, in the order of its param groups.
+        step: The optimizer's own step, as a function of the optimizer: a plan must not keep the optimizer alive.
+        is_hooked: Whether hooks are called around the step. They see the shards, before and after it.
         moves_all: Whether a step also changes parameters that have no gradient.
     """
 
@@ -195,9 +195,10 @@ def _move_initial_state(optimizer: torch.optim.Optimizer, members: Sequence[_Mem
 def _step(self: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
     """Replaces an optimizer's ``step``."""
     plan = _plans.get(self)
-    if plan is None:  # of a copy
+    if plan is None:  # a copy of the optimizer has none
         return type(self).step(self, *args, **options)
-    return (_hooked_step if plan.is_hooked else _step_full_params)(self, *args, **options)
+    step = _hooked_step if plan.is_hooked else _step_full_params
+    return step(self, *args, **options)
 
 
 def _step_full_params(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
@@ -208,10 +209,10 @@ def _step_full_params(self: torch.optim.Optimizer, closure: Callable[[], Any] | 
             loss = closure()
     with torch.no_grad():
         members = _members_to_step(plan)
-        failure = _gather(plan, members)
+        failure = _gather_to_owners(plan, members)
         if failure is None:
             failure = _step_own_params(self, plan, members, options)
-        _scatter(plan, members, type(self).__name__, failure)
+        _scatter_from_owners(plan, members, type(self).__name__, failure)
     return loss
 
 
@@ -246,7 +247,7 @@ def _members_to_step(plan: _Plan) -> list[_Member]:
     return [member for member in members if plan.moves_all or member.has_gradient]
 
 
-def _gather(plan: _Plan, members: Sequence[_Member]) -> OwnerFailure | None:
+def _gather_to_owners(plan: _Plan, members: Sequence[_Member]) -> OwnerFailure | None:
     """Gather full weights and gradients on their owners. Returns why this rank can't send its part."""
     runtime = plan.runtime
     failure = None
@@ -279,21 +280,23 @@ def _gather(plan: _Plan, members: Sequence[_Member]) -> OwnerFailure | None:
             weight = torch.empty(member.part.shape, dtype=dtype, device=device)
             if member.full is None:
                 member.full = nn.Parameter(weight, requires_grad=member.sharded.requires_grad)
-            member.full.requires_grad_(member.sharded.requires_grad)  # it may have been frozen since
+            member.full.requires_grad_(member.sharded.requires_grad)  # the user may have frozen it since the last step
             member.full.data = weight
             member.full.grad = torch.empty_like(weight) if member.has_gradient else None
         for sender, tensor in enumerate(incoming):
             pieces = _ReceivedPieces(tensor)
             for member in own_members:
                 assert member.full is not None
-                gradient = [] if member.full.grad is None else [member.full.grad]
-                for full in (member.full.data, *gradient):
-                    for box in member.boxes_to_send(sender):
-                        full[_slices_of(box)] = pieces.take(box[1])
+                full_tensors = [member.full.data]
+                if member.full.grad is not None:
+                    full_tensors.append(member.full.grad)
+                for full in full_tensors:
+                    for offsets, lengths in member.boxes_to_send(sender):
+                        full[_slices_of((offsets, lengths))] = pieces.take(lengths)
     return failure
 
 
-def _scatter(plan: _Plan, members: Sequence[_Member], optimizer: str, failure: OwnerFailure | None) -> None:
+def _scatter_from_owners(plan: _Plan, members: Sequence[_Member], optimizer: str, failure: OwnerFailure | None) -> None:
     """Return the weights to all shards, and free the full parameters.
 
     Before its first weights each rank sends every other rank a flag: whether it has failed. If one has, all raise.
@@ -304,8 +307,8 @@ def _scatter(plan: _Plan, members: Sequence[_Member], optimizer: str, failure: O
     runtime = plan.runtime
     rank = runtime.rank
     ranks = range(runtime.world_size)
-    if failure is not None and not members:
-        raise ShardingError(f"{optimizer} has failed: {failure.message}") from failure.error  # nobody waits
+    if failure is not None and not members:  # there is no exchange, so no other rank waits for this one
+        raise ShardingError(f"{optimizer} has failed: {failure.message}") from failure.error
     has_sent_flag = False
     for (device, dtype), group in _group_by_dtype(members).items():
         own_members = [member for member in group if member.owner == rank]
@@ -330,8 +333,8 @@ def _scatter(plan: _Plan, members: Sequence[_Member], optimizer: str, failure: O
         for member in own_members:
             _free_full(member)
         for member in group:
-            for box, chunk in zip(member.boxes[rank], member.chunks(member.sharded, rank), strict=True):
-                chunk.copy_(incoming[member.owner].take(box[1]))
+            for (_, lengths), chunk in zip(member.boxes[rank], member.chunks(member.sharded, rank), strict=True):
+                chunk.copy_(incoming[member.owner].take(lengths))
 
 
 def _free_full(member: _Member) -> None:

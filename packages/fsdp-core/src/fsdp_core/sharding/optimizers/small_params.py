@@ -30,7 +30,7 @@ __all__ = [
     "as_unsharded",
     "new_small_param",
     "new_small_params",
-    "smaller",
+    "shrink_specs",
     "spec_of",
 ]
 
@@ -39,7 +39,7 @@ __all__ = [
 _SHAPES: dict[int, tuple[int, ...]] = {0: (), 1: (150,), 2: (136, 132), 3: (20, 18, 7), 4: (20, 18, 3, 3)}
 
 #: The same for optimizers that may make a matrix with as many rows as a tensor has elements.
-_SMALLER: dict[int, tuple[int, ...]] = {0: (), 1: (14,), 2: (12, 10), 3: (6, 5, 4), 4: (5, 4, 3, 2)}
+_SHRUNK_SHAPES: dict[int, tuple[int, ...]] = {0: (), 1: (14,), 2: (12, 10), 3: (6, 5, 4), 4: (5, 4, 3, 2)}
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ def spec_of(parameter: nn.Parameter, layout: Layout) -> ParamSpec:
     full_shape = (prod(part.shape),) if more_parts else part.shape
     shape = _SHAPES.get(len(full_shape), (6, 5, 4, *(3 for _ in full_shape[3:])))
     if not isinstance(parameter, DTensor):
-        return ParamSpec(shape, part.range is not None and bool(shape), parameter.requires_grad)
+        is_flat = part.range is not None and bool(shape)
+        return ParamSpec(shape, is_flat=is_flat, requires_grad=parameter.requires_grad)
     ranks = parameter.device_mesh.size()
     dims = [*shape]
     # as for the parameter: some ranks have no row, or all have as many, or some have one more
@@ -92,16 +93,22 @@ def spec_of(parameter: nn.Parameter, layout: Layout) -> ParamSpec:
         dims[dim] = max(1, dims[dim] // ranks) * ranks
         # set_gradient takes pairs of elements of a row: each part of a row has an even number
         dims[-1] = -(-dims[-1] // (2 * ranks)) * 2 * ranks
-    return ParamSpec(tuple(dims), False, parameter.requires_grad, parameter.device_mesh, parameter.placements)
+    return ParamSpec(
+        tuple(dims),
+        is_flat=False,
+        requires_grad=parameter.requires_grad,
+        mesh=parameter.device_mesh,
+        placements=parameter.placements,
+    )
 
 
-def smaller(specs: Specs) -> Specs:
+def shrink_specs(specs: Specs) -> Specs:
     """The same specs with few elements: even a square matrix with a row for each of them is small."""
-    return {p: replace(spec, shape=_SMALLER.get(len(spec.shape), spec.shape)) for p, spec in specs.items()}
+    return {p: replace(spec, shape=_SHRUNK_SHAPES.get(len(spec.shape), spec.shape)) for p, spec in specs.items()}
 
 
 def as_unsharded(tensor: Tensor, spec: ParamSpec) -> Tensor:
-    """All of it."""
+    """The whole tensor, as on one process."""
     return tensor
 
 
@@ -111,7 +118,7 @@ def as_first_shard(tensor: Tensor, spec: ParamSpec) -> Tensor:
 
 
 def as_last_shard(tensor: Tensor, spec: ParamSpec) -> Tensor:
-    """What the other rank has."""
+    """What the last of two ranks has, if they have contiguous ranges."""
     return tensor.reshape(-1)[_boundary(tensor) :] if spec.is_flat else tensor
 
 

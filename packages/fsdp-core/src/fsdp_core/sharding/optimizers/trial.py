@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from textwrap import shorten
 from typing import Any, NoReturn
 
@@ -25,7 +26,7 @@ from fsdp_core.sharding.optimizers.small_params import (
     as_first_shard,
     as_last_shard,
     as_unsharded,
-    smaller,
+    shrink_specs,
     spec_of,
 )
 from fsdp_core.sharding.optimizers.trial_run import (
@@ -35,7 +36,7 @@ from fsdp_core.sharding.optimizers.trial_run import (
     TrialRun,
     Values,
     allclose,
-    ends_close,
+    have_close_ends,
     join_shards,
     keeps_same_numbers,
     run_steps,
@@ -92,9 +93,10 @@ def check_steps(
     if is_right_over_shards(optimizer, list(specs)):
         return False
 
-    def on_all_ranks(is_true: bool) -> bool:
+    def holds_on_all_ranks(is_true: bool) -> bool:
         if runtime is not None:
-            return not runtime.total([not is_true])[0]
+            (ranks_without,) = runtime.total([not is_true])
+            return not ranks_without
         if mesh is None:
             return is_true
         flag = torch.tensor(float(is_true), device=mesh.device_type)
@@ -102,11 +104,11 @@ def check_steps(
         return bool(flag)
 
     may_have_owners = owners and all(len(layout[p]) == 1 for p in specs)
-    small_trial = _Trial(optimizer, smaller(specs), on_all_ranks)
-    if small_trial.draws_on_any_rank():
+    small_trial = _Trial(optimizer, shrink_specs(specs), holds_on_all_ranks)
+    if small_trial.draws_random_numbers_on_any_rank():
         # Steps of such optimizers may take seconds over more elements, and most are refused: refuse over few elements.
         small_trial.needs_owners(may_have_owners)
-    return _Trial(optimizer, specs, on_all_ranks).needs_owners(may_have_owners)
+    return _Trial(optimizer, specs, holds_on_all_ranks).needs_owners(may_have_owners)
 
 
 def moves_without_gradients(optimizer: torch.optim.Optimizer, layout: Layout) -> bool:
@@ -126,19 +128,36 @@ def moves_without_gradients(optimizer: torch.optim.Optimizer, layout: Layout) ->
     return any(not torch.equal(values[1], values[2]) for values in run.values.values())
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Comparison:
+    """Steps over shards, compared with those over whole parameters.
+
+    Attributes:
+        is_right: Whether they are the same.
+        runs: The steps over the shards of each rank that was tried.
+        gathers: Whether they gather matrices, so that every rank would compute over every matrix.
+    """
+
+    is_right: bool
+    runs: list[TrialRun]
+    gathers: bool = False
+
+
 class _Trial:
     """A trial of one optimizer.
 
     Args:
         optimizer: The optimizer.
         specs: The specs of the optimizer's parameters.
-        on_all_ranks: Returns whether a condition holds on every rank; all ranks call it.
+        holds_on_all_ranks: Returns whether a condition holds on every rank; all ranks call it.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, specs: Specs, on_all_ranks: Callable[[bool], bool]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, specs: Specs, holds_on_all_ranks: Callable[[bool], bool]
+    ) -> None:
         self.optimizer = optimizer
         self.specs = specs
-        self.on_all_ranks = on_all_ranks
+        self.holds_on_all_ranks = holds_on_all_ranks
         self.name = type(optimizer).__name__
         self.is_flat = any(spec.is_flat for spec in specs.values())
         self.tolerance = COARSE if quantises(optimizer) else FINE
@@ -147,21 +166,21 @@ class _Trial:
         self.start = time.monotonic()
         self.last_report = time.monotonic()
 
-    def draws_on_any_rank(self) -> bool:
+    def draws_random_numbers_on_any_rank(self) -> bool:
         """Whether steps over whole parameters draw random numbers. All ranks must call it."""
         self.question = "its steps over whole parameters"
         draws = False
         with suppress(Exception):  # the trial runs into it again
-            draws = self._run(as_unsharded).drew
-        return self._on_any_rank(draws)
+            draws = self._run_copy(as_unsharded).drew_random_numbers
+        return self._holds_on_any_rank(draws)
 
-    def _on_any_rank(self, is_true: bool) -> bool:
-        return not self.on_all_ranks(not is_true)
+    def _holds_on_any_rank(self, is_true: bool) -> bool:
+        return not self.holds_on_all_ranks(not is_true)
 
     def needs_owners(self, may_have_owners: bool) -> bool:
         """Whether the optimizer has to step on owners. Raises if it can't be used at all."""
         reference, error = self._agree_on_unsharded()
-        has_reference = self.on_all_ranks(reference is not None)
+        has_reference = self.holds_on_all_ranks(reference is not None)
         if reference is None or not has_reference:
             warnings.warn(
                 f"{self.name} could not be tried over small tensors{_describe_error(error)}, so it is not known "
@@ -176,29 +195,30 @@ class _Trial:
         error = None
         try:
             if self.is_flat:
-                is_right, runs_over_shards = self._compare_flat(self.specs, reference, self.tolerance)
+                comparison = self._compare_flat(self.specs, reference, self.tolerance)
                 run = reference
                 view = as_unsharded
             else:
-                is_right, gathers, run = self._compare_dtensors(reference)
-                runs_over_shards = [run]
+                comparison = self._compare_dtensors(reference)
+                (run,) = comparison.runs
                 view = as_dtensor
-            problem = _first_problem(runs_over_shards)
+            is_right, gathers = comparison.is_right, comparison.gathers
+            problem = _first_problem(comparison.runs)
         except Exception as raised:
             error = raised
-        is_right = self.on_all_ranks(is_right)
-        gathers = self._on_any_rank(gathers)
+        is_right = self.holds_on_all_ranks(is_right)
+        gathers = self._holds_on_any_rank(gathers)
         if not is_right:
             problem = None  # wrong steps are the first thing to tell the user
-        elif self.on_all_ranks(problem is None):
+        elif self.holds_on_all_ranks(problem is None):
             problem = why_not_resumed(self.optimizer, self.specs, reference, run, view)
-        is_usable = self.on_all_ranks(is_right and problem is None)
+        is_usable = self.holds_on_all_ranks(is_right and problem is None)
         if is_usable and not gathers:
             return False
         if may_have_owners:
             self.question = "whether each parameter can be updated apart from the others, on one rank"
             needs_whole, owner_problem = self._compare_owners(reference)
-            if self.on_all_ranks(needs_whole and owner_problem is None):
+            if self.holds_on_all_ranks(needs_whole and owner_problem is None):
                 return True
             if needs_whole and not is_usable:  # stepping on owners would be the only way, and its problem prevents it
                 problem = owner_problem
@@ -206,7 +226,7 @@ class _Trial:
             return False
         self._refuse(problem, error)
 
-    def _run(self, view: View, specs: Specs | None = None, **settings: Any) -> TrialRun:
+    def _run_copy(self, view: View, specs: Specs | None = None, **settings: Any) -> TrialRun:
         settings.setdefault("by_closure", self.by_closure)
         if specs is None:
             specs = self.specs
@@ -221,7 +241,7 @@ class _Trial:
             reference, error = self._run_unsharded()
         except OptimizerMismatchError as raised:
             refusal = raised
-        if self.on_all_ranks(refusal is None):
+        if self.holds_on_all_ranks(refusal is None):
             return reference, error
         if refusal is not None:
             raise refusal
@@ -239,7 +259,7 @@ class _Trial:
         """
         self.question = "its steps over whole parameters"
         try:
-            reference = self._run(as_unsharded)
+            reference = self._run_copy(as_unsharded)
         except Communicates:
             raise OptimizerMismatchError(
                 f"{self.name} communicates in its step, as if every process had whole parameters: it expects to run "
@@ -253,7 +273,7 @@ class _Trial:
                 return None, error
             self.by_closure = True  # its signature says that it needs none, but it does
             try:
-                reference = self._run(as_unsharded)
+                reference = self._run_copy(as_unsharded)
             except Exception:
                 return None, error
         self._check_inputs(reference)
@@ -261,9 +281,9 @@ class _Trial:
 
     def _check_inputs(self, reference: TrialRun) -> None:
         """Refuse steps that depend on what each rank has of its own: random numbers and losses."""
-        if reference.drew:
+        if reference.drew_random_numbers:
             self.question = "whether its steps depend on random numbers"
-            if not ends_close(reference, self._run(as_unsharded, seed=1)):
+            if not have_close_ends(reference, self._run_copy(as_unsharded, seed=1)):
                 raise OptimizerMismatchError(
                     f"{self.name} draws random numbers in its step, and ranks would draw others for their shards than "
                     "one process does for whole parameters.\nUse an optimizer that draws none, such as AdamW."
@@ -272,49 +292,50 @@ class _Trial:
             return
         self.question = "whether its steps depend on the loss"
         try:
-            varied = self._run(as_unsharded, by_closure=True, losses=_VARIED_LOSSES)
-            if ends_close(reference, varied):
+            varied = self._run_copy(as_unsharded, by_closure=True, losses=_VARIED_LOSSES)
+            if have_close_ends(reference, varied):
                 return
-            equal_losses = reference if self.by_closure else self._run(as_unsharded, by_closure=True)
+            equal_losses = reference if self.by_closure else self._run_copy(as_unsharded, by_closure=True)
         except Exception:  # it fails with a closure
             return
-        if not ends_close(equal_losses, varied):
+        if not have_close_ends(equal_losses, varied):
             raise OptimizerMismatchError(
                 f"{self.name} scales its steps by the loss that its closure returns, and each rank has the loss of its "
                 "own part of the batch: ranks would make different steps of one.\n"
                 "Use an optimizer that does not look at the loss, such as AdamW."
             )
 
-    def _compare_flat(self, specs: Specs, reference: TrialRun | None, tolerance: float) -> tuple[bool, list[TrialRun]]:
-        """Whether steps over flat shards are those over whole parameters; and the steps that show it.
+    def _compare_flat(self, specs: Specs, reference: TrialRun | None, tolerance: float) -> _Comparison:
+        """Compare steps over flat shards with those over whole parameters.
 
         Few elements come first: an optimizer of matrices may make one with a row for each element of a shard.
         """
 
-        def compare(specs: Specs, expected: TrialRun | None = None, scale: float = 1.0) -> tuple[bool, list[TrialRun]]:
+        def compare(specs: Specs, expected: TrialRun | None = None, scale: float = 1.0) -> _Comparison:
             if expected is None:
-                expected = self._run(as_unsharded, specs, scale=scale)
-            first = self._run(as_first_shard, specs, scale=scale)
-            last = self._run(as_last_shard, specs, scale=scale)
+                expected = self._run_copy(as_unsharded, specs, scale=scale)
+            first = self._run_copy(as_first_shard, specs, scale=scale)
+            last = self._run_copy(as_last_shard, specs, scale=scale)
             is_right = keeps_same_numbers(expected, first) and keeps_same_numbers(expected, last)
             is_right = is_right and allclose(expected.values, join_shards(first.values, last.values), tolerance)
-            return is_right, [first, last]
+            return _Comparison(is_right=is_right, runs=[first, last])
 
-        small_specs = smaller(specs)
+        small_specs = shrink_specs(specs)
         for scale in (1.0, SLIGHT):
-            is_right, runs = compare(small_specs, scale=scale)
-            if not is_right:
-                return False, runs
+            comparison = compare(small_specs, scale=scale)
+            if not comparison.is_right:
+                return comparison
         return compare(specs, reference)
 
-    def _compare_dtensors(self, reference: TrialRun) -> tuple[bool, bool, TrialRun]:
-        """Whether steps over DTensors are those over whole parameters; whether they gather matrices; and the steps."""
+    def _compare_dtensors(self, reference: TrialRun) -> _Comparison:
+        """Compare steps over DTensors with those over whole parameters."""
         with ObservedCommunication() as communication:
-            run = self._run(as_dtensor)
+            run = self._run_copy(as_dtensor)
         # norms and the like are scalars, or have an element for each row or column
         gathers = max(communication.sizes, default=0) > max(sum(spec.shape) for spec in self.specs.values())
         is_close = allclose(shard_values(reference.values), run.values, COARSE if gathers else self.tolerance)
-        return is_close and keeps_same_numbers(reference, run), gathers, run
+        is_right = is_close and keeps_same_numbers(reference, run)
+        return _Comparison(is_right=is_right, runs=[run], gathers=gathers)
 
     def _compare_owners(self, reference: TrialRun) -> tuple[bool, str | None]:
         """Whether an optimizer can step over each parameter apart from the others, and only then is right.
@@ -328,21 +349,23 @@ class _Trial:
         """
         if keeps_parameters(self.optimizer) or callable(getattr(self.optimizer, "eval", None)) or self.by_closure:
             return False, None
-        if not self.is_flat and self._is_right_over_flat_shards()[0]:
-            return False, None
-        if reference.drew:
+        if not self.is_flat:
+            is_right_if_flat, _ = self._try_flat_shards()
+            if is_right_if_flat:
+                return False, None
+        if reference.drew_random_numbers:
             return True, (
                 "it draws random numbers in its step, and each owner would draw others than one process does.\n"
                 "Use an optimizer that draws none, such as AdamW."
             )
 
         def run_each(**settings: Any) -> tuple[Values, bool]:
-            runs = {key: self._run(as_unsharded, only=[key], **settings) for key in reference.values}
+            runs = {key: self._run_copy(as_unsharded, only=[key], **settings) for key in reference.values}
             keeps = all(keeps_same_numbers(reference, run) for run in runs.values())
             return {key: run.values[key] for key, run in runs.items()}, keeps
 
         try:
-            self._run(as_unsharded, only=[])
+            self._run_copy(as_unsharded, only=[])
             alone, keeps_alone = run_each()
             with_neighbour, keeps_with_neighbour = run_each(has_neighbour=True)
             if not (keeps_alone and keeps_with_neighbour):
@@ -358,14 +381,14 @@ class _Trial:
         problem = why_not_saved(reference, is_sharded=False)
         return True, problem or why_not_resumed(self.optimizer, self.specs, reference, reference, as_unsharded)
 
-    def _is_right_over_flat_shards(self) -> tuple[bool, bool]:
+    def _try_flat_shards(self) -> tuple[bool, bool]:
         """Whether steps over flat shards instead of DTensors would be right; and whether their state can be saved."""
         specs = {p: spec.flattened() for p, spec in self.specs.items()}
         try:
-            is_right, runs = self._compare_flat(specs, None, FINE)
+            comparison = self._compare_flat(specs, None, FINE)
         except Exception:  # then the error does not recommend them
             return False, False
-        return is_right, _first_problem(runs) is None
+        return comparison.is_right, _first_problem(comparison.runs) is None
 
     def _refuse(self, problem: str | None, error: Exception | None) -> NoReturn:
         if problem is not None:
@@ -381,7 +404,8 @@ class _Trial:
         advice = f"Leave {options[0]}=True out, or use" if options else "Use"
         verb = "fails over" if error is not None else "silently trains something else over"
         other_strategy = ""
-        if all(self._is_right_over_flat_shards()):
+        is_right_if_flat, is_savable_if_flat = self._try_flat_shards()
+        if is_right_if_flat and is_savable_if_flat:
             other_strategy = (
                 "; or a strategy that shows plain pieces, over which its steps are right, such as "
                 "strategy='fsdp_native'"

@@ -39,7 +39,7 @@ __all__ = [
     "TrialRun",
     "Values",
     "allclose",
-    "ends_close",
+    "have_close_ends",
     "join_shards",
     "keeps_same_numbers",
     "run_steps",
@@ -87,14 +87,14 @@ class TrialRun:
         small_params: The small parameters, as the last step has left them.
         values: What these were at each gradient computation.
         by_closure: Whether it stepped with a closure.
-        drew: Whether its steps drew random numbers.
+        drew_random_numbers: Whether its steps drew_random_numbers random numbers.
     """
 
     optimizer: torch.optim.Optimizer
     small_params: dict[Key, SmallParam]
     values: Values
     by_closure: bool
-    drew: bool
+    drew_random_numbers: bool
 
 
 def run_steps(
@@ -176,9 +176,15 @@ def run_steps(
             with plain_tensors_replicated(duplicate) as as_outside:
                 duplicate.step(as_outside(partial(evaluate, number))) if by_closure else duplicate.step()
         evaluate(steps.stop)
-        drew = has_drawn()
+        drew_random_numbers = has_drawn()
     values = dict(zip(small_params, map(torch.stack, zip(*history, strict=True)), strict=True))
-    return TrialRun(optimizer=duplicate, small_params=small_params, values=values, by_closure=by_closure, drew=drew)
+    return TrialRun(
+        optimizer=duplicate,
+        small_params=small_params,
+        values=values,
+        by_closure=by_closure,
+        drew_random_numbers=drew_random_numbers,
+    )
 
 
 @contextmanager
@@ -229,7 +235,7 @@ def allclose(expected_values: Values, values: Values, tolerance: float) -> bool:
     return True
 
 
-def ends_close(expected: TrialRun, run: TrialRun) -> bool:
+def have_close_ends(expected: TrialRun, run: TrialRun) -> bool:
     """Whether all steps of two runs together have changed the same elements by the same amounts."""
     for key, values in expected.values.items():
         if values.numel():

@@ -51,14 +51,14 @@ def why_not_saved(run: TrialRun, *, is_sharded: bool) -> str | None:
             for name, value in state[param].items():
                 for tensor in nested_values(value):
                     if isinstance(tensor, Tensor) and tensor.numel() != 1 and tensor.shape != param.shape:
-                        return _lost(
+                        return _describe_lost_state(
                             f"it keeps {name!r} of shape {tuple(tensor.shape)} for a parameter of "
                             f"{tuple(param.shape)}, and a checkpoint would hold that of one rank"
                         )
     for key in state:
         if not isinstance(key, Tensor) or key not in names:
             word = f"a tensor of {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
-            return _lost(f"it keeps state of no parameter, under {word}")
+            return _describe_lost_state(f"it keeps state of no parameter, under {word}")
 
     def check_tensor(keys: Any, tensor: Any) -> None:
         chunks = () if is_quantised(local_tensor(tensor)) else chunked(tensor).chunks
@@ -71,7 +71,7 @@ def why_not_saved(run: TrialRun, *, is_sharded: bool) -> str | None:
         with torch.no_grad():
             encode({"state": by_name, "param_groups": groups}, check_tensor)
     except CheckpointValueError as error:
-        return _lost(str(error).splitlines()[1].strip(" ."))
+        return _describe_lost_state(str(error).splitlines()[1].strip(" ."))
     return None
 
 
@@ -95,7 +95,7 @@ def why_not_resumed(
         return None
     resumed = partial(run_steps, optimizer, specs, by_closure=expected.by_closure, steps=_RESUMED_STEPS)
     try:
-        further = resumed(as_unsharded, start=partial(_load_plainly, expected)).values
+        further = resumed(as_unsharded, start=partial(_load_state_dict, expected)).values
     except Exception as error:  # nor does one process resume it
         name = type(optimizer).__name__
         warnings.warn(
@@ -109,20 +109,20 @@ def why_not_resumed(
         further_over_view = resumed(view, start=partial(_load_from_checkpoint, run)).values
     except Exception as error:
         lines = str(error).splitlines() if isinstance(error, FSDPError) else [f"{type(error).__name__}: {error}"]
-        return _lost(lines[0][:300].rstrip(".") if lines else type(error).__name__)
+        return _describe_lost_state(lines[0][:300].rstrip(".") if lines else type(error).__name__)
     if allclose(shard_values(further) if view is as_dtensor else further, further_over_view, COARSE):
         return None
-    return _lost("resumed, it makes other steps than one process does")
+    return _describe_lost_state("resumed, it makes other steps than one process does")
 
 
-def _lost(reason: str) -> str:
+def _describe_lost_state(reason: str) -> str:
     return (
         f"its state could not be saved and resumed: {reason}.\n"
         "Use an optimizer whose state is tensors of the parameters' shapes and plain numbers, such as AdamW."
     )
 
 
-def _load_plainly(run: TrialRun, optimizer: torch.optim.Optimizer, small_params: Mapping[Key, SmallParam]) -> None:
+def _load_state_dict(run: TrialRun, optimizer: torch.optim.Optimizer, small_params: Mapping[Key, SmallParam]) -> None:
     _copy_values(run, small_params)
     optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
 
@@ -130,6 +130,7 @@ def _load_plainly(run: TrialRun, optimizer: torch.optim.Optimizer, small_params:
 def _load_from_checkpoint(
     run: TrialRun, optimizer: torch.optim.Optimizer, small_params: Mapping[Key, SmallParam]
 ) -> None:
+    """Give a copy of the optimizer what a checkpoint would hold of one that has stepped."""
     _copy_values(run, small_params)
     state = optimizer_state(run.optimizer, layout_of_small_params(run.small_params), ProcessGroupRuntime())
     tensors: list[Tensor] = []

@@ -52,7 +52,7 @@ def refuse_gradient_hooks(parameters: Iterable[tuple[str, nn.Parameter]], called
             setattr(instance, _NAME, name)
         for method in _METHODS:
             if method not in called:
-                setattr(instance, method, partial(_refuse, method, name, tuple(called)))
+                setattr(instance, method, partial(_refuse_hook, method, name, tuple(called)))
     check_missing_gradients(_check_reached)
     check_inputs_of_backward(_check_inputs)
 
@@ -128,7 +128,15 @@ def _is_value_of(gathered: Any) -> Callable[[Tensor], bool]:
     return lambda leaf: getattr(leaf, "_fsdp_value", None) is gathered
 
 
-def _refuse(method: str, name: str, called: tuple[str, ...], hook: Callable[..., Any]) -> NoReturn:
+def _refuse_hook(method: str, name: str, called: tuple[str, ...], hook: Callable[..., Any]) -> NoReturn:
+    """Replaces a shard's method that registers hooks which its library does not call.
+
+    Args:
+        method: The method's name.
+        name: The user's name of the parameter.
+        called: The names of the methods whose hooks the library calls.
+        hook: The argument of the user's call.
+    """
     instead = "Read gradients in on_before_optimizer_step(), or under Fabric after fabric.backward()."
     if called:
         instead = (

@@ -29,13 +29,13 @@ class ReplacedParameter(nn.Parameter):
         if func in _ALLOWED:
             with without_torch_function():
                 return func(*args, **(kwargs or {}))
-        _refuse(_find_replaced([args, kwargs]), getattr(func, "__name__", "") or str(func))
+        _refuse_use(_find_replaced([args, kwargs]), getattr(func, "__name__", "") or str(func))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplacedParameter:
         return self
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        _refuse(self, "pickling")
+        _refuse_use(self, "pickling")
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ReplacedParameter of {self.__dict__.get(_NAME)!r}, which is sharded"
@@ -94,10 +94,10 @@ def _find_replaced(values: Any) -> ReplacedParameter | None:
     return None
 
 
-def _refuse(parameter: ReplacedParameter | None, what: str) -> NoReturn:
+def _refuse_use(parameter: ReplacedParameter | None, action: str) -> NoReturn:
     name = None if parameter is None else parameter.__dict__.get(_NAME)
     raise ShardingError(
-        f"{what} of {name!r}, as it was before the model was sharded: something outside the model's parameters, such "
+        f"{action} of {name!r}, as it was before the model was sharded: something outside the model's parameters, such "
         "as a list, a closure or a callback, has kept it, and its values are not trained any more.\n"
         f"Read it from its module each time (model.{name}), inside a forward pass of the unit that it belongs to; or "
         "register it a second time where it is used, as a tied parameter (self.other = linear.weight in __init__)."

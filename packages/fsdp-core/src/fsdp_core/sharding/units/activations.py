@@ -107,7 +107,7 @@ def _forward_with_offload(
     def pack(tensor: Tensor) -> Any:
         if _storage_address(tensor) in parameter_storages:
             return tensor
-        if isinstance(tensor, DTensor):  # it can't be on another device than its mesh: its local tensor is copied
+        if isinstance(tensor, DTensor):  # which can't be on another device than its mesh, so its local tensor is copied
             local = copies.pack_hook(tensor.to_local())
             return partial(_as_dtensor, local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
         return copies.pack_hook(tensor)

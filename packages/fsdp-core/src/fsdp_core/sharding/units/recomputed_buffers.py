@@ -18,7 +18,7 @@ from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.torch_private.modules import buffers_of
 from fsdp_core.torch_private.tensors import times_written, without_dispatch_modes
 
-__all__ = ["recomputing"]
+__all__ = ["recompute_with_buffers"]
 
 #: In bytes. Smaller buffers are copied before each forward pass: kernels of batch norms count no writes. Larger ones,
 #: such as masks, are copied until a forward pass has left them as they were, and again once a write was counted.
@@ -28,7 +28,7 @@ _SMALL = 2**20
 _BuffersByModule = Sequence[dict[str, Tensor | None]]
 
 
-def recomputing(module: nn.Module, recompute: Callable[..., Any]) -> Callable[..., Any]:
+def recompute_with_buffers(module: nn.Module, recompute: Callable[..., Any]) -> Callable[..., Any]:
     """The forward pass of a module that recomputes, so that only the first computation of a call writes to buffers.
 
     Args:
@@ -70,34 +70,34 @@ class _Buffers:
         #: The ids of buffers that share memory with others.
         self._shared: frozenset[int] = frozenset()
 
-    def copies(self) -> _BuffersByModule:
+    def copy_current(self) -> _BuffersByModule:
         """Copies of the buffers as they are now; large ones that no forward pass has written to are not copied."""
         shared = _copies_of_shared(self.by_module)
         self._shared = frozenset(shared)
         return [
             {
-                name: shared[id(buffer)] if id(buffer) in shared else self._copy((i, name), buffer)
+                name: shared[id(buffer)] if id(buffer) in shared else self._copy((index, name), buffer)
                 for name, buffer in buffers_of_module.items()
             }
-            for i, buffers_of_module in enumerate(self.by_module)
+            for index, buffers_of_module in enumerate(self.by_module)
         ]
 
     def check_written(self, copies: _BuffersByModule) -> None:
         """Find out, after a forward pass, which large buffers it has written to.
 
         Args:
-            copies: What :meth:`copies` returned before it. In place of copies that are not needed, because the forward
-                pass has written nothing, it gets the buffers.
+            copies: What :meth:`copy_current` returned before the forward pass. Copies that are not needed, because it
+                has written nothing, are replaced with the buffers.
 
         Raises:
             UnsupportedCapabilityError: It has written to a buffer that was not copied.
         """
-        for i, (buffers, copies_of_module) in enumerate(zip(self.by_module, copies, strict=True)):
+        for index, (buffers, copies_of_module) in enumerate(zip(self.by_module, copies, strict=True)):
             for name, copied in copies_of_module.items():
                 if copied is None or copied.nbytes <= _SMALL or copied.device.type == "xla":
                     continue
                 buffer = buffers.get(name)
-                key = (i, name)
+                key = (index, name)
                 if id(buffer) in self._shared:
                     self._unwritten.pop(key, None)
                 elif key in self._unwritten:
@@ -160,7 +160,7 @@ class _RecomputedCall:
             if any(by_module):
                 # a mode of selective checkpointing counts operations, to find the results that it has kept
                 with without_dispatch_modes():
-                    self._copies = self._buffers.copies()
+                    self._copies = self._buffers.copy_current()
             output = self._forward(*args, **kwargs)
             if self._copies:
                 self._buffers.check_written(self._copies)

@@ -30,15 +30,15 @@ class StepInputs:
 
     def __init__(self, module: nn.Module, called: Iterable[nn.Module], dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._depth = 0
-        module.register_forward_pre_hook(self._enter_users, with_kwargs=True, prepend=True)
-        module.register_forward_hook(self._leave_users, with_kwargs=True, always_call=True)
+        self._depth = 0  # how many calls of these modules run; the arguments of the outermost alone are cast
+        module.register_forward_pre_hook(self._enter_users_call, with_kwargs=True, prepend=True)
+        module.register_forward_hook(self._leave_users_call, with_kwargs=True, always_call=True)
         for called_module in called:
-            called_module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
-            called_module.register_forward_hook(self._leave, always_call=True)
+            called_module.register_forward_pre_hook(self._enter_call, with_kwargs=True, prepend=True)
+            called_module.register_forward_hook(self._leave_call, always_call=True)
 
     @outside_of_compilation
-    def _enter(self, called: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def _enter_call(self, called: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if in_backward():  # a recomputation gets what the first computation got
             return None
         self._depth += 1
@@ -47,17 +47,17 @@ class StepInputs:
         return cast_inputs(self._dtype, args, kwargs)
 
     @outside_of_compilation
-    def _leave(self, called: nn.Module, args: Any, output: Any) -> None:
+    def _leave_call(self, called: nn.Module, args: Any, output: Any) -> None:
         if not in_backward():
             self._depth -= 1
 
     # A call of the user's module without arguments runs a step method, and is not counted as a call.
 
     @outside_of_compilation
-    def _enter_users(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        return self._enter(module, args, kwargs) if args or kwargs else None
+    def _enter_users_call(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        return self._enter_call(module, args, kwargs) if args or kwargs else None
 
     @outside_of_compilation
-    def _leave_users(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _leave_users_call(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if args or kwargs:
-            self._leave(module, args, output)
+            self._leave_call(module, args, output)

@@ -117,7 +117,9 @@ class UnitCalls:
         self._skipped_counts = list(map(_count_skipped, attributes))
         #: Types of attributes that are no tensors.
         self._tensorless_types: set[type] = {type(None), bool, int, float, str}
-        self._open_calls: list[tuple[_Call | None, list[Tensor]]] = []  # the innermost last
+        #: For each call that runs, the innermost last: its containers, if it has any, and the tensors that were hidden
+        #: in its arguments before.
+        self._open_calls: list[tuple[_Call | None, list[Tensor]]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitCalls:
         return UnitCalls(_ignore_tensors)  # of a copy, which is not sharded
@@ -136,7 +138,7 @@ class UnitCalls:
             self._open_calls.append((None, []))
             return
         call = _Call(arguments) if any(map(_holds_container, arguments)) else None
-        hidden_before = list(_hidden_tensors(arguments, 3)) if torch.is_grad_enabled() else []
+        hidden_before = list(_hidden_tensors(arguments)) if torch.is_grad_enabled() else []
         self._open_calls.append((call, hidden_before))
 
     @outside_of_compilation
@@ -157,40 +159,22 @@ class UnitCalls:
             self._end_without_output()
         call, hidden_before = self._open_calls.pop() if self._open_calls else (None, [])
         new_values = [] if call is None else tree_flatten(call.give_back())[0]
+        _refuse_use_of_freed_parameters(module, output)
+        if not torch.is_grad_enabled():
+            return
         tensors = [value for value in new_values if isinstance(value, Tensor)]
-        if isinstance(output, Tensor):
-            returns_freed = _is_freed(output)
-        else:
-            deferred = _describe_deferred(output)
-            if deferred is not None:
-                raise ShardingError(
-                    f"a unit, {_class_name(module)}, returned {deferred}: it would compute after the unit's "
-                    "parameters are freed.\nReturn what it computes; or let it belong to no unit: name other classes "
-                    "in auto_wrap_policy={MyBlock}, or write auto_wrap_policy=None, for one unit."
-                )
-            returns_freed = any(map(_is_freed, _returned_tensors(output)))
-        if returns_freed:
-            raise ShardingError(
-                f"a unit, {_class_name(module)}, returned one of its parameters, or a part of one, which is freed when "
-                "its forward() has ended.\nReturn a copy, self.weight.clone(), through which gradients flow too; or "
-                "let it belong to no unit: name other classes in auto_wrap_policy={MyBlock}, or write "
-                "auto_wrap_policy=None, for one unit."
-            )
-        if torch.is_grad_enabled():
-            mutable_args = [] if call is None and not hidden_before and _are_plain(args) else [args]
-            if not isinstance(output, Tensor) or mutable_args:
-                ids_before = set(map(id, hidden_before))
-                tensors += [
-                    value for value in _hidden_tensors([output, *mutable_args], 3) if id(value) not in ids_before
-                ]
-            # compare types first: map loops over the attributes of all modules in C
-            attributes = chain.from_iterable(self._attributes_by_module())
-            if not self._tensorless_types.issuperset(map(type, attributes)):
-                for attributes_of_module in self._attributes_by_module():
-                    tensors += self._tensors_among(attributes_of_module)
-            computed_tensors = [value for value in tensors if value.requires_grad and value.grad_fn is not None]
-            if computed_tensors:
-                self._show(computed_tensors)
+        mutable_args = [] if call is None and not hidden_before and _are_plain(args) else [args]
+        if not isinstance(output, Tensor) or mutable_args:
+            ids_before = set(map(id, hidden_before))
+            tensors += [value for value in _hidden_tensors([output, *mutable_args]) if id(value) not in ids_before]
+        # compare types first: map loops over the attributes of all modules in C
+        attributes = chain.from_iterable(self._attributes_by_module())
+        if not self._tensorless_types.issuperset(map(type, attributes)):
+            for attributes_of_module in self._attributes_by_module():
+                tensors += self._tensors_among(attributes_of_module)
+        computed_tensors = [value for value in tensors if value.requires_grad and value.grad_fn is not None]
+        if computed_tensors:
+            self._show(computed_tensors)
 
     def _attributes_by_module(self) -> Iterable[Iterable[Any]]:
         return map(islice, self._attributes, self._skipped_counts, repeat(None))
@@ -216,10 +200,32 @@ def _count_skipped(attributes: dict[str, Any]) -> int:
     return count if list(islice(attributes, count)) == _MODULE_ATTRIBUTES else 0
 
 
+def _refuse_use_of_freed_parameters(module: nn.Module, output: Any) -> None:
+    """Refuse what a unit returns if it is a parameter, which is freed now, or would compute with one later."""
+    if isinstance(output, Tensor):
+        returns_freed = _is_freed(output)
+    else:
+        deferred = _describe_deferred(output)
+        if deferred is not None:
+            raise ShardingError(
+                f"a unit, {_class_name(module)}, returned {deferred}: it would compute after the unit's "
+                "parameters are freed.\nReturn what it computes; or let it belong to no unit: name other classes "
+                "in auto_wrap_policy={MyBlock}, or write auto_wrap_policy=None, for one unit."
+            )
+        returns_freed = any(map(_is_freed, _returned_tensors(output)))
+    if returns_freed:
+        raise ShardingError(
+            f"a unit, {_class_name(module)}, returned one of its parameters, or a part of one, which is freed when "
+            "its forward() has ended.\nReturn a copy, self.weight.clone(), through which gradients flow too; or "
+            "let it belong to no unit: name other classes in auto_wrap_policy={MyBlock}, or write "
+            "auto_wrap_policy=None, for one unit."
+        )
+
+
 def _returned_tensors(output: Any) -> Iterator[Tensor]:
     """The tensors that a unit returns in containers, at any depth, and in closures and objects."""
     yield from (value for value in tree_flatten(output)[0] if isinstance(value, Tensor))
-    yield from _hidden_tensors(output, 3)
+    yield from _hidden_tensors(output)
 
 
 def _is_freed(tensor: Tensor) -> bool:
@@ -252,7 +258,10 @@ _PLAIN_TYPES: frozenset[type] = frozenset({Tensor, nn.Parameter, type(None), boo
 
 
 class _PassedContainer(NamedTuple):
-    """A container that the caller has passed, and what the library passes on: the same container, or a copy."""
+    """A container that the caller has passed, and what the library passes on: the same container, or a copy.
+
+    ``before`` are the keys and values of the latter before the unit computes.
+    """
 
     original: Any
     passed: Any
@@ -323,14 +332,14 @@ def _set_items(container: Any, items: list[tuple[Any, Any]]) -> None:
 
 
 def _is_container(value: Any) -> bool:
-    """Whether a library may copy it, with what is in it."""
+    """Whether a value is one that a library may copy, with what is in it."""
     return isinstance(value, list | tuple | dict | deque) or (
         dataclasses.is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__")
     )
 
 
 def _holds_container(value: Any) -> bool:
-    """Whether it is a container that a unit can change, or holds one."""
+    """Whether a value is a container that a unit can change, or holds one."""
     return any(map(_holds_container, value)) if isinstance(value, tuple) else _is_container(value)
 
 
@@ -343,7 +352,7 @@ def _items(container: Any) -> list[tuple[Any, Any]]:
 
 
 def _are_plain(values: Iterable[Any]) -> bool:
-    """Whether they are what most units are called with, in which nothing is hidden that a unit can change or return."""
+    """Whether all values are of types with which most units are called, which hide nothing that a unit can change."""
     for value in values:
         value_type = type(value)
         if value_type in _PLAIN_TYPES or (value_type is tuple and _PLAIN_TYPES.issuperset(map(type, value))):
@@ -353,8 +362,14 @@ def _are_plain(values: Iterable[Any]) -> bool:
     return True
 
 
-def _hidden_tensors(value: Any, depth: int, *, is_hidden: bool = False) -> Iterator[Tensor]:
-    """The tensors in objects that are no containers, such as a distribution or a closure."""
+def _hidden_tensors(value: Any, *, depth: int = 3, is_hidden: bool = False) -> Iterator[Tensor]:
+    """The tensors in objects that are no containers, such as a distribution or a closure.
+
+    Args:
+        value: The object.
+        depth: How many objects deep to look.
+        is_hidden: Whether ``value`` itself is in such an object.
+    """
     if isinstance(value, Tensor):
         if is_hidden:
             yield value
@@ -363,12 +378,12 @@ def _hidden_tensors(value: Any, depth: int, *, is_hidden: bool = False) -> Itera
         return
     if _is_container(value):
         for _, item in _items(value):
-            yield from _hidden_tensors(item, depth, is_hidden=is_hidden)
+            yield from _hidden_tensors(item, depth=depth, is_hidden=is_hidden)
         return
     slots = (name for cls in type(value).__mro__ for name in _names(getattr(cls, "__slots__", ())))
     attribute_values = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
     for item in [*attribute_values, *_enclosed_values(value)]:
-        yield from _hidden_tensors(item, depth - 1, is_hidden=True)
+        yield from _hidden_tensors(item, depth=depth - 1, is_hidden=True)
 
 
 def _enclosed_values(function: Any) -> list[Any]:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.wrap import marked
 from fsdp_core.sharding.plan import ShardingPlan
-from fsdp_core.sharding.units.recomputed_buffers import recomputing
+from fsdp_core.sharding.units.recomputed_buffers import recompute_with_buffers
 from fsdp_core.state.fqn import unwrap_compiled
 
 __all__ = [
@@ -57,25 +57,24 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
         >>> repeated_blocks(model) == list(blocks)
         True
     """
-    blocks: list[nn.Module] = []
-
-    def visit(parent: nn.Module) -> None:
-        for child in parent.children():
-            if isinstance(child, nn.ModuleList | nn.Sequential):
-                members = [unwrap_compiled(m) for m in child]
-                count = Counter(type(m) for m in members)
-                for member in members:
-                    is_layer = isinstance(child, nn.Sequential) and not any(True for _ in member.children())
-                    if count[type(member)] > 1 and not is_layer and not isinstance(member, _CONTAINERS):
-                        blocks.append(member)
-                    else:
-                        visit(member)
-            else:
-                visit(child)
-
     # a root that is itself a Sequential is included
-    visit(nn.ModuleList([module]) if isinstance(module, nn.ModuleList | nn.Sequential) else module)
-    return list(dict.fromkeys(blocks))
+    parent = nn.ModuleList([module]) if isinstance(module, nn.ModuleList | nn.Sequential) else module
+    return list(dict.fromkeys(_find_blocks(parent)))
+
+
+def _find_blocks(parent: nn.Module) -> Iterator[nn.Module]:
+    for child in parent.children():
+        if not isinstance(child, nn.ModuleList | nn.Sequential):
+            yield from _find_blocks(child)
+            continue
+        members = [unwrap_compiled(m) for m in child]
+        count = Counter(type(m) for m in members)
+        for member in members:
+            is_layer = isinstance(child, nn.Sequential) and not any(True for _ in member.children())
+            if count[type(member)] > 1 and not is_layer and not isinstance(member, _CONTAINERS):
+                yield member
+            else:
+                yield from _find_blocks(member)
 
 
 def select_units(module: nn.Module, policy: WrapPolicy | None) -> list[nn.Module]:
@@ -100,15 +99,15 @@ def select_units(module: nn.Module, policy: WrapPolicy | None) -> list[nn.Module
         >>> len(select_units(model, {nn.Linear})), len(select_units(model, "auto"))
         (2, 0)
     """
-    by_hand = marked(module)
+    marked_modules = marked(module)
     if policy is None:
-        chosen = by_hand
+        chosen = marked_modules
     elif isinstance(policy, str):
         if policy != "auto":
             raise ShardingError(f"auto_wrap_policy={policy!r} is no policy.\n{_HOW_TO['auto_wrap_policy']}")
-        chosen = by_hand or repeated_blocks(module)
+        chosen = marked_modules or repeated_blocks(module)
     else:
-        chosen = [*_matching(module, policy), *by_hand]
+        chosen = [*_matching_submodules(module, policy), *marked_modules]
         if not chosen and not _matches_root(module, policy):
             policy_text, class_names = _describe_distinctly(module, policy)
             raise ShardingError(
@@ -155,7 +154,7 @@ def checkpoint_activations(
     for submodule in chosen:
         if "_fsdp_core_checkpointed" not in submodule.__dict__:
             submodule.__dict__["_fsdp_core_checkpointed"] = True
-            submodule.forward = recomputing(submodule, recompute)
+            submodule.forward = recompute_with_buffers(submodule, recompute)
     return len(chosen)
 
 
@@ -176,7 +175,7 @@ def select_recomputed(module: nn.Module, policy: ActivationCheckpointingPolicy |
     if isinstance(policy, str):
         chosen = _every_nth(module, policy)
     else:
-        chosen = list(_matching(module, policy, option="activation_checkpointing_policy"))
+        chosen = list(_matching_submodules(module, policy, option="activation_checkpointing_policy"))
     if not chosen:
         policy_text, class_names = _describe_distinctly(module, policy)
         raise ShardingError(
@@ -245,7 +244,7 @@ def _refuse_containers(chosen: list[nn.Module], policy: object, option: str) -> 
             )
 
 
-def _matching(
+def _matching_submodules(
     module: nn.Module, policy: Collection[type[nn.Module]] | Callable[..., bool] | str, option: str = "auto_wrap_policy"
 ) -> Iterator[nn.Module]:
     predicate = _predicate(policy, option)

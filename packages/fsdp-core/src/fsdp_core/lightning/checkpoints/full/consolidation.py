@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from importlib import metadata
-from typing import Any
+from typing import Any, Literal
 
 from fsdp_core.checkpoint.format.plain_data import decode
 from fsdp_core.checkpoint.format.state_paths import split_path
@@ -76,7 +76,7 @@ def consolidate_lightning(
     try:
         contents = as_trainers_file(nest)
         if contents is None:
-            model, optimizers = _choose(files, nest, key, optimizer_keys)
+            model, optimizers = _choose_model_and_optimizers(files, nest, key, optimizer_keys)
             left_out = _left_out_keys(files, model, optimizers)
             contents = from_fabric(nest, model, optimizers, left_out=left_out, version=_lightning_version())
         elif key not in (None, "model") or optimizer_keys:
@@ -106,7 +106,7 @@ def consolidate_lightning(
     )
 
 
-def _choose(
+def _choose_model_and_optimizers(
     files: StoredFiles, nest: Mapping[str, Any], key: str | None, optimizer_keys: Sequence[str]
 ) -> tuple[str, tuple[str, ...]]:
     """Choose which model and optimizers of Fabric to write, by their keys in the state.
@@ -115,7 +115,7 @@ def _choose(
         MissingKeyError: A given key does not exist.
         CheckpointMismatchError: The choice is ambiguous, or an optimizer belongs to another model.
     """
-    models, optimizers = _keys(files, "model"), _keys(files, "optimizer")
+    models, optimizers = _keys_of_kind(files, "model"), _keys_of_kind(files, "optimizer")
     if not models:
         raise CheckpointMismatchError(
             f"{files.folder} holds no model, but {', '.join(map(repr, nest)) or 'nothing'}.\nA Lightning file "
@@ -146,20 +146,20 @@ def _choose(
             )
     if optimizer_keys:
         return model, tuple(optimizer_keys)
-    fitting = [optimizer for optimizer in optimizers if _trained_names(nest, optimizer) <= nest[model].keys()]
-    other_models = []
+    candidates = [optimizer for optimizer in optimizers if _trained_names(nest, optimizer) <= nest[model].keys()]
+    other_models = []  # to which a candidate may belong as well, by the names of its parameters
     for other_model in models:
         other_names = nest[other_model].keys()
-        if other_model != model and any(_trained_names(nest, optimizer) <= other_names for optimizer in fitting):
+        if other_model != model and any(_trained_names(nest, optimizer) <= other_names for optimizer in candidates):
             other_models.append(other_model)
-    if len(fitting) > 1 or other_models:
+    if len(candidates) > 1 or other_models:
         owners = " and ".join(map(repr, [model, *other_models]))
         raise CheckpointMismatchError(
-            f"{files.folder} holds optimizers ({_list_keys(fitting)}) that may belong to {owners}: pass those "
+            f"{files.folder} holds optimizers ({_list_keys(candidates)}) that may belong to {owners}: pass those "
             f"of {model!r}, in the order in which configure_optimizers() returns them, as optimizer_keys= "
             "(--optimizer-key, once for each)"
         )
-    return model, tuple(fitting)
+    return model, tuple(candidates)
 
 
 def _trained_names(nest: Mapping[str, Any], optimizer: str) -> set[str]:
@@ -167,11 +167,9 @@ def _trained_names(nest: Mapping[str, Any], optimizer: str) -> set[str]:
     return {name for group in nest[optimizer]["param_groups"] for name in group["params"]}
 
 
-def _keys(files: StoredFiles, section: str) -> list[str]:
+def _keys_of_kind(files: StoredFiles, kind: Literal["model", "optimizer"]) -> list[str]:
     """The user's keys of models, or of optimizers, in a checkpoint of Fabric."""
-    return [
-        "/".join(split_path(path)) for path, path_section in files.manifest.kinds.items() if path_section == section
-    ]
+    return ["/".join(split_path(path)) for path, path_kind in files.manifest.kinds.items() if path_kind == kind]
 
 
 def _list_keys(keys: Sequence[str]) -> str:
@@ -179,7 +177,7 @@ def _list_keys(keys: Sequence[str]) -> str:
 
 
 def _left_out_keys(files: StoredFiles, model: str, optimizers: Sequence[str]) -> list[str]:
-    keys = [*_keys(files, "model"), *_keys(files, "optimizer")]
+    keys = [*_keys_of_kind(files, "model"), *_keys_of_kind(files, "optimizer")]
     return [key for key in keys if key not in (model, *optimizers)]
 
 
@@ -197,17 +195,17 @@ def _with_tensor_sources(files: StoredFiles, dtype: str | None) -> dict[str, Any
     """The state, with each tensor replaced by its location in a file."""
     reader = TensorBytes(files)
     manifest = files.manifest
-    models = tuple(f"{path}/" for path, section in manifest.kinds.items() if section == "model")
-
+    model_prefixes = tuple(f"{path}/" for path, kind in manifest.kinds.items() if kind == "model")
     # The names of tensors in plain data that no reference has used yet.
     unused_names = set() if manifest.state_tensors is None else set(files.header(manifest.state_tensors))
 
-    def on_tensor(tag: str, name: Any) -> TensorToWrite:
+    def find_source(tag: str, name: Any) -> TensorToWrite:
+        """The source of a tensor to which the plain data refers by a tag and a name."""
         key = manifest.aliases.get(name, name) if isinstance(name, str) else None
-        if tag == "$saved" and key is not None and key in manifest.tensors:
-            converted = key.startswith(models) and manifest.tensors[key].dtype_name in FLOATING
-            return TensorToWrite(name=key, source=reader.source(key, dtype_name=dtype if converted else None))
-        if tag == "$tensor" and isinstance(name, str) and name in unused_names:
+        if tag == "$saved" and key is not None and key in manifest.tensors:  # of a model or an optimizer
+            is_converted = key.startswith(model_prefixes) and manifest.tensors[key].dtype_name in FLOATING
+            return TensorToWrite(name=key, source=reader.source(key, dtype_name=dtype if is_converted else None))
+        if tag == "$tensor" and isinstance(name, str) and name in unused_names:  # in plain data
             unused_names.discard(name)  # only once, or a small file could request any amount of memory
             return ArrayToWrite(name=f"${name}", source=reader.small_source(name))
         state_file = files.folder.path(manifest.state_file)
@@ -216,7 +214,7 @@ def _with_tensor_sources(files: StoredFiles, dtype: str | None) -> dict[str, Any
         )
 
     try:
-        nest = decode(read_plain(files), on_tensor)
+        nest = decode(read_plain(files), find_source)
     except RecursionError as error:
         raise CheckpointFormatError(f"{files.folder.path(manifest.state_file)} is nested too deeply") from error
     if not isinstance(nest, Mapping):

@@ -18,13 +18,13 @@ from fsdp_core.checkpoint import ChunkedTensor, is_checkpoint, remove
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.collective import run_on_all
 from fsdp_core.checkpoint.storage.local_or_remote_folder import open_folder
-from fsdp_core.checkpoint.storage.recognition import is_place
+from fsdp_core.checkpoint.storage.recognition import is_scattered_part
 from fsdp_core.errors import CheckpointExistsError, CheckpointFormatError
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.state.block_quantised import is_saved_quantised, join_quantised
 
-__all__ = ["gather_full", "read_full_file", "replace_by", "write_full", "write_on_rank_zero"]
+__all__ = ["gather_full", "read_full_file", "write_full", "write_in_place_of_checkpoint", "write_on_rank_zero"]
 
 
 def gather_full(value: Any, backend: Backend) -> Any:
@@ -48,65 +48,77 @@ def gather_full(value: Any, backend: Backend) -> Any:
 def write_full(
     path: str,
     full_state: dict[str, Any],
-    live: Any,
     *,
+    gathered_from: object,
     write: Callable[[dict[str, Any]], None],
     runtime: Runtime,
     async_saves: AsyncSaves | None,
-    replaces_any: bool = False,
+    may_replace_folders: bool = False,
 ) -> None:
     """Write a gathered state to a file, now or in the background. All ranks must call it.
 
     Args:
         path: The file.
         full_state: The gathered state, on rank 0.
-        live: What it was gathered from. Tensors that share memory with it are copied if they are written later.
-        write: Writes the file.
+        gathered_from: The nests of tensors that ``full_state`` was gathered from. What shares memory with them is
+            copied before it is written in the background, since training writes to it.
+        write: Writes a state to the file.
         runtime: The ranks.
         async_saves: Writes in the background; ``None`` to write now.
-        replaces_any: As in :func:`replace_by`.
+        may_replace_folders: As in :func:`write_in_place_of_checkpoint`.
 
     Raises:
         CheckpointError: The file can't be written; or, in the background, the state can't be copied.
     """
     if async_saves is None:
-        write_on_rank_zero(path, lambda: write(full_state), runtime, replaces_any)
+        write_on_rank_zero(path, lambda: write(full_state), runtime, may_replace_folders=may_replace_folders)
         return
-    copy: dict[str, Any] = {}
 
-    def stage() -> None:
-        if runtime.rank == 0:
-            copy.update(_copy_nest(full_state, _host_memory(live), {}))
+    def copy_on_rank_zero() -> dict[str, Any]:
+        if runtime.rank != 0:
+            return {}
+        copied: dict[str, Any] = _copy_nest(full_state, _storage_addresses(gathered_from), {})
+        return copied
 
-    run_on_all(runtime, f"preparing to save {path}", stage)
-    async_saves.run(f"saving {path}", lambda ranks: write_on_rank_zero(path, lambda: write(copy), ranks, replaces_any))
+    copied_state = run_on_all(runtime, f"preparing to save {path}", copy_on_rank_zero)
+
+    def write_copy(ranks: Runtime) -> None:
+        write_on_rank_zero(path, lambda: write(copied_state), ranks, may_replace_folders=may_replace_folders)
+
+    async_saves.run(f"saving {path}", write_copy)
 
 
-def _host_memory(value: Any) -> set[int]:
+def _storage_addresses(value: Any) -> set[int]:
     """The addresses of storages in host memory: those of all tensors in a nest."""
     if isinstance(value, dict):
-        return set[int]().union(*map(_host_memory, value.values()))
+        return set[int]().union(*map(_storage_addresses, value.values()))
     if isinstance(value, list | tuple):
-        return set[int]().union(*map(_host_memory, value))
+        return set[int]().union(*map(_storage_addresses, value))
     local = value.to_local() if isinstance(value, DTensor) else value
     if isinstance(local, torch.Tensor) and local.device.type == "cpu":
         return {local.untyped_storage().data_ptr()}
     return set()
 
 
-def _copy_nest(value: Any, live: set[int], memo: dict[int, Any]) -> Any:
-    """Copy a nest so that it shares no objects or memory with training; gathered tensors are not copied."""
+def _copy_nest(value: Any, live_storages: set[int], memo: dict[int, Any]) -> Any:
+    """Copy a nest so that it shares no objects or memory with training; gathered tensors are not copied.
+
+    Args:
+        value: The nest, or a part of it.
+        live_storages: The addresses of the storages that training writes to.
+        memo: Of ``deepcopy``, so that what the nest holds twice is copied once.
+    """
     if isinstance(value, dict):
-        return {k: _copy_nest(v, live, memo) for k, v in value.items()}
+        return {k: _copy_nest(v, live_storages, memo) for k, v in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_copy_nest(v, live, memo) for v in value)
-    if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in live:
+        return type(value)(_copy_nest(v, live_storages, memo) for v in value)
+    if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in live_storages:
         return value
     return deepcopy(value, memo)
 
 
 def write_on_rank_zero(
-    path: str | Path, write: Callable[[], None], runtime: Runtime, replaces_any: bool = False
+    path: str | Path, write: Callable[[], None], runtime: Runtime, *, may_replace_folders: bool = False
 ) -> None:
     """Write a file on rank 0, and raise on all ranks if that fails.
 
@@ -117,29 +129,29 @@ def write_on_rank_zero(
         CheckpointError: Rank 0 failed.
     """
 
-    def step() -> None:
+    def write_if_rank_zero() -> None:
         if runtime.rank == 0:
-            replace_by(Path(path), write, replaces_any)
+            write_in_place_of_checkpoint(Path(path), write, may_replace_folders=may_replace_folders)
 
-    run_on_all(runtime, f"writing {path}", step)
+    run_on_all(runtime, f"writing {path}", write_if_rank_zero)
 
 
-def replace_by(path: Path, write: Callable[[], None], replaces_any: bool = False) -> None:
+def write_in_place_of_checkpoint(path: Path, write: Callable[[], None], *, may_replace_folders: bool = False) -> None:
     """Call ``write`` to write a file to a path. A sharded checkpoint there is removed once the file is written.
 
     Args:
         path: The path.
-        write: Writes it.
-        replaces_any: Whether ``write`` may find another folder there, and knows what to do with it.
+        write: Writes the file.
+        may_replace_folders: Whether ``write`` knows what to do with a folder at the path that is no checkpoint.
 
     Raises:
         CheckpointExistsError: The path is a folder that holds no checkpoint.
     """
-    aside: Path | None = None
-    if path.is_dir() and (is_checkpoint(path) or is_place(path)):
-        aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-        os.rename(path, aside)
-    elif path.is_dir() and not replaces_any:
+    moved_checkpoint: Path | None = None
+    if path.is_dir() and (is_checkpoint(path) or is_scattered_part(path)):
+        moved_checkpoint = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+        os.rename(path, moved_checkpoint)
+    elif path.is_dir() and not may_replace_folders:
         raise CheckpointExistsError(
             f"can't write a full checkpoint to {path}: a folder is there that holds no checkpoint.\n"
             "Choose another path, or remove the folder yourself."
@@ -147,13 +159,13 @@ def replace_by(path: Path, write: Callable[[], None], replaces_any: bool = False
     try:
         write()
     except BaseException:
-        if aside is not None:
+        if moved_checkpoint is not None:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
-            os.rename(aside, path)
+            os.rename(moved_checkpoint, path)
         raise
-    if aside is not None:
-        remove(aside)
+    if moved_checkpoint is not None:
+        remove(moved_checkpoint)
 
 
 def read_full_file(path: str, weights_only: bool | None) -> Any:
@@ -178,10 +190,10 @@ def read_full_file(path: str, weights_only: bool | None) -> Any:
             )
         stream.seek(0)
         try:
-            safe = weights_only is not False
+            is_safe = weights_only is not False  # so None, Lightning's default, executes nothing
             if folder.local:
-                return torch.load(folder.root, map_location="cpu", weights_only=safe, mmap=True)
-            return torch.load(stream, map_location="cpu", weights_only=safe)
+                return torch.load(folder.root, map_location="cpu", weights_only=is_safe, mmap=True)
+            return torch.load(stream, map_location="cpu", weights_only=is_safe)
         except Exception as error:
             raise CheckpointFormatError(
                 f"{path} can't be read as a full checkpoint: {type(error).__name__}: {error}\n"

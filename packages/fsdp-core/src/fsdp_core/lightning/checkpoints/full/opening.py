@@ -14,15 +14,15 @@ from fsdp_core.checkpoint.storage.local_or_remote_folder import StrPath
 from fsdp_core.checkpoint.storage.rereading import retries_if_replaced
 from fsdp_core.lightning.checkpoints.full.layout import as_trainers_file, number_parameters
 
-__all__ = ["MapLocation", "read_whole"]
+__all__ = ["MapLocation", "read_full_state"]
 
 #: As in ``torch.load``.
 MapLocation = torch.device | str | Mapping[str, str] | Callable[[Any, str], Any] | None
 
 
 @retries_if_replaced("path")
-def read_whole(path: StrPath, map_location: MapLocation = None) -> dict[str, Any]:
-    """Read a whole sharded folder in one process.
+def read_full_state(path: StrPath, map_location: MapLocation = None) -> dict[str, Any]:
+    """Read all of a sharded folder in one process.
 
     Tensors are read one by one, so no more is in memory than the result.
 
@@ -40,31 +40,31 @@ def read_whole(path: StrPath, map_location: MapLocation = None) -> dict[str, Any
     """
     nest = load(path)
     contents = as_trainers_file(nest)
-    if contents is None:
+    if contents is None:  # saved by Fabric
         kinds = read_manifest(path).kinds
         contents = {k: number_parameters(v) if kinds.get(join_path(k)) == "optimizer" else v for k, v in nest.items()}
-    return _Reader(map_location).read(contents)  # type: ignore[no-any-return]
+    return _TensorReader(map_location).read_nest(contents)  # type: ignore[no-any-return]
 
 
-class _Reader:
+class _TensorReader:
     """Replaces handles on saved tensors by the tensors, each read once."""
 
     def __init__(self, map_location: MapLocation) -> None:
         self._map_location = map_location
         self._tensors: dict[str, Tensor] = {}
 
-    def read(self, value: Any) -> Any:
+    def read_nest(self, value: Any) -> Any:
         """Return the same nest with tensors instead of handles."""
         if isinstance(value, dict):
-            children = {k: self.read(v) for k, v in value.items()}
+            children = {k: self.read_nest(v) for k, v in value.items()}
             if type(value) is dict:
                 return children
-            value.update(children)  # keeps an OrderedDict or a defaultdict; nobody else has it, so it may be changed
+            value.update(children)  # in place, to keep an OrderedDict or a defaultdict; load() has just made it
             return value
         if isinstance(value, list):
-            return [self.read(v) for v in value]
+            return [self.read_nest(v) for v in value]
         if type(value) is tuple:
-            return tuple(self.read(v) for v in value)
+            return tuple(self.read_nest(v) for v in value)
         if isinstance(value, SavedTensor):
             if value.key not in self._tensors:
                 self._tensors[value.key] = self._move_tensor(value.full())

@@ -1,4 +1,4 @@
-"""Gives modules that a user has sharded the values of the unsharded model, unit by unit."""
+"""Gives the parameters of modules that a user has sharded their initial values: those of the unsharded model."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from fsdp_core.state import chunked, clean_name
 from fsdp_fsdp2.meshes import ranks_along
 from fsdp_fsdp2.user_sharding.built_parameters import has_noted, is_dtensor, noted_parameter
 
-__all__ = ["place_sharded", "refuse_changed_on_meta"]
+__all__ = ["materialize_sharded", "refuse_changed_on_meta"]
 
-#: The modules that have a parameter, each with its name there, by the id of the parameter.
-Places = dict[int, list[tuple[nn.Module, str]]]
+#: By the id of a parameter, the modules that hold it, each with the parameter's name in that module.
+Owners = dict[int, list[tuple[nn.Module, str]]]
 
 
-def place_sharded(
+def materialize_sharded(
     modules: Iterable[nn.Module], root: nn.Module, runtime: Runtime, offloaded: Collection[int] = ()
 ) -> None:
-    """Move what ``modules`` own to the device with rank 0's values, and fill the shards among it that have no memory.
+    """Move what ``modules`` own to the device with rank 0's values, and fill their shards that have no memory.
 
     A shard on the meta device gets its part of the value that the parameter has in the unsharded model; for this, one
     module at a time is initialised unsharded. A shard with memory keeps its values; where several ranks hold the same
@@ -39,11 +39,11 @@ def place_sharded(
     Raises:
         ShardingError: How a parameter on the meta device was initialised is not known.
     """
-    places = _find_places(root)
+    owners = _find_owners(root)
     for module in modules:
         on_meta: dict[str, Any] = {name: p for name, p in module._parameters.items() if p is not None and p.is_meta}
         sharded = {name: parameter for name, parameter in on_meta.items() if is_dtensor(parameter)}
-        unsharded = {name: _as_built(module, name, parameter, root, places) for name, parameter in sharded.items()}
+        unsharded = {name: _find_unsharded(module, name, p, root, owners) for name, p in sharded.items()}
         module._parameters.update(unsharded)
         place([module], runtime, leave=lambda _, parameter: is_dtensor(parameter))
         for name, meta_parameter in on_meta.items():
@@ -52,7 +52,7 @@ def place_sharded(
                 device = torch.device("cpu") if id(meta_parameter) in offloaded else runtime.device
                 parameter = _shard_like(meta_parameter, parameter, device)
                 parameter.__dict__.update(meta_parameter.__dict__)
-            tied = [(owner, attribute) for owner, attribute in places[id(meta_parameter)] if owner is not module]
+            tied = [(owner, attribute) for owner, attribute in owners[id(meta_parameter)] if owner is not module]
             for owner, attribute in (*tied, (module, name)):
                 setattr(owner, attribute, parameter)  # not in _parameters alone: LSTMs have a list of them too
         with_memory: dict[str, Any] = {name: p for name, p in module._parameters.items() if name not in on_meta}
@@ -61,14 +61,15 @@ def place_sharded(
                 _broadcast_first_copy(parameter, runtime)
 
 
-def _as_built(module: nn.Module, name: str, sharded: DTensor, root: nn.Module, places: Places) -> nn.Parameter:
+def _find_unsharded(module: nn.Module, name: str, sharded: DTensor, root: nn.Module, owners: Owners) -> nn.Parameter:
     """The parameter from which the user has made a shard: unsharded, on the meta device."""
-    noted = [noted_parameter(owner, attribute) for owner, attribute in places[id(sharded)]]
-    first = noted_parameter(module, name)
-    if first is None and not has_noted(root):
+    # the parameters that modules were built with, as noted where the model was built without memory
+    built_by_owners = [noted_parameter(owner, attribute) for owner, attribute in owners[id(sharded)]]
+    built = noted_parameter(module, name)
+    if built is None and not has_noted(root):
         return nn.Parameter(torch.empty(sharded.shape, dtype=sharded.dtype, device="meta"), sharded.requires_grad)
-    if first is None or first.shape != sharded.shape or any(parameter is not first for parameter in noted):
-        history = "was tied or replaced" if first is not None else "was made"
+    if built is None or built.shape != sharded.shape or any(parameter is not built for parameter in built_by_owners):
+        history = "was tied or replaced" if built is not None else "was made"
         fqn = next(clean_name(n) for n, p in root.named_parameters() if id(p) == id(sharded))
         raise ShardingError(
             f"{fqn!r} is sharded and has no memory, and {history} where it was not noted how it is initialised.\n"
@@ -76,7 +77,7 @@ def _as_built(module: nn.Module, name: str, sharded: DTensor, root: nn.Module, p
             "tie and replace its parameters there, and apply fully_shard and parallelize_module afterwards; or build "
             "it with memory."
         )
-    return first
+    return built
 
 
 def _shard_like(sharded: DTensor, full: nn.Parameter, device: torch.device) -> nn.Parameter:
@@ -98,13 +99,13 @@ def _shard_like(sharded: DTensor, full: nn.Parameter, device: torch.device) -> n
     return nn.Parameter(filled, requires_grad=sharded.requires_grad)
 
 
-def _find_places(root: nn.Module) -> Places:
-    """Where each parameter of a model is, found for all at once because to search for one takes as long."""
-    places: Places = {}
+def _find_owners(root: nn.Module) -> Owners:
+    """The modules that hold each parameter of a model; for all at once, since the search for one takes as long."""
+    owners: Owners = {}
     for module in root.modules():
         for name, parameter in module._parameters.items():
-            places.setdefault(id(parameter), []).append((module, name))
-    return places
+            owners.setdefault(id(parameter), []).append((module, name))
+    return owners
 
 
 def _broadcast_first_copy(parameter: DTensor, runtime: Runtime) -> None:

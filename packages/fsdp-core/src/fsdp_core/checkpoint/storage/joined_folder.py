@@ -1,4 +1,7 @@
-"""The places of a scattered save as one folder, for readers: each file is read where it is."""
+"""Several folders as one, for readers of a scattered save, whose ranks have each written to a folder of their host.
+
+Such a folder is called a place, as in the manifest. Each file is read in the place where it is.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from fsdp_core.checkpoint.storage.part_recognition import records_in, saves_in
 from fsdp_core.checkpoint.storage.recognition import manifest_bytes, save_id_in
 from fsdp_core.errors import CheckpointFormatError
 
-__all__ = ["JoinedFolder", "Paths", "open_places", "paths_of", "shown_paths"]
+__all__ = ["JoinedFolder", "Paths", "normalize_paths", "open_places", "shown_paths"]
 
 Paths = StrPath | Sequence[StrPath]
 """A checkpoint's path; or several, the places of a scattered save."""
@@ -26,7 +29,7 @@ class JoinedFolder(Folder):
     Attributes:
         places: The folders. ``root`` and ``fs`` are those of the one with the manifest.
         file_names: The names of the files of each.
-        chosen_places: By name, the number of the place to read a file from, if it is not the first that has it.
+        chosen_places: By file name, the number of the place to read the file from, if not from the first that has it.
     """
 
     places: tuple[Folder, ...]
@@ -36,22 +39,18 @@ class JoinedFolder(Folder):
     def __str__(self) -> str:
         return " and ".join(map(str, self.places))
 
-    def holders(self, name: str) -> list[int]:
+    def places_with(self, name: str) -> list[int]:
         """Return the numbers of the places that have a file of this name."""
-        return [
-            place_number
-            for place_number, file_names_of_place in enumerate(self.file_names)
-            if name in file_names_of_place
-        ]
+        return [number for number, file_names_of_place in enumerate(self.file_names) if name in file_names_of_place]
 
-    def holder(self, name: str) -> Folder:
-        """Return the place to read a file from; the first if none has it."""
+    def place_to_read(self, name: str) -> Folder:
+        """Return the place to read a file from; the first if none has the file."""
         if name == MANIFEST:
             return Folder(fs=self.fs, root=self.root, local=self._manifest_is_local)
         if name in self.chosen_places:
             return self.places[self.chosen_places[name]]
-        holders = self.holders(name)
-        return self.places[holders[0] if holders else 0]
+        numbers = self.places_with(name)
+        return self.places[numbers[0] if numbers else 0]
 
     @property
     def _manifest_is_local(self) -> bool:
@@ -59,26 +58,26 @@ class JoinedFolder(Folder):
         return places_with_manifest[0].local
 
     def path(self, name: str) -> str:
-        return self.holder(name).path(name)
+        return self.place_to_read(name).path(name)
 
     def files(self) -> list[str]:
         return sorted(set().union(*self.file_names))
 
     def size(self, name: str) -> int | None:
-        return self.holder(name).size(name)
+        return self.place_to_read(name).size(name)
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
-        return self.holder(name).read(name, start, end)
+        return self.place_to_read(name).read(name, start, end)
 
 
 def shown_paths(paths: Paths) -> str:
     """Return paths as text for messages."""
-    return " and ".join(os.fspath(path) for path in _each_path(paths))
+    return " and ".join(os.fspath(path) for path in _iterate_paths(paths))
 
 
-def paths_of(paths: Paths) -> str | list[str]:
+def normalize_paths(paths: Paths) -> str | list[str]:
     """Return a path, or the only one of several, as text, and several as a list of texts."""
-    path_texts = [os.fspath(path) for path in _each_path(paths)]
+    path_texts = [os.fspath(path) for path in _iterate_paths(paths)]
     return path_texts[0] if len(path_texts) == 1 else path_texts
 
 
@@ -88,7 +87,7 @@ def open_places(paths: Paths) -> Folder:
     Raises:
         CheckpointFormatError: None of several holds a manifest, or they hold different saves.
     """
-    path_texts = list(dict.fromkeys(os.fspath(path) for path in _each_path(paths)))
+    path_texts = list(dict.fromkeys(os.fspath(path) for path in _iterate_paths(paths)))
     if len(path_texts) == 1:
         return open_folder(path_texts[0])
     if not path_texts:
@@ -113,7 +112,7 @@ def open_places(paths: Paths) -> Folder:
     )
 
 
-def _each_path(paths: Paths) -> Iterator[StrPath]:
+def _iterate_paths(paths: Paths) -> Iterator[StrPath]:
     if isinstance(paths, str | os.PathLike):
         yield paths
     else:
@@ -122,7 +121,7 @@ def _each_path(paths: Paths) -> Iterator[StrPath]:
 
 def _find_manifest(folders: Sequence[Folder], file_names: Sequence[frozenset[str]]) -> tuple[int, str]:
     """Return the number of the place that has the manifest, and the id of its save."""
-    manifest_ids: dict[int, str] = {}  # by the number of the place; empty if the manifest can't be read
+    manifest_ids: dict[int, str] = {}  # by the number of the place, the id in its manifest; "" if that is damaged
     for place_number, folder in enumerate(folders):
         data = manifest_bytes(folder)
         if data is not None:
@@ -140,6 +139,7 @@ def _find_manifest(folders: Sequence[Folder], file_names: Sequence[frozenset[str
             "Give the place of rank 0 too."
         )
     # A place may also hold the manifest of an earlier checkpoint, if the save was killed before it could remove that.
+    # So the save is one of which every place holds something.
     shared_ids = set(manifest_ids.values())
     for place_number, names in enumerate(file_names):
         ids_of_place = _save_ids(names)
@@ -156,8 +156,8 @@ def _find_manifest(folders: Sequence[Folder], file_names: Sequence[frozenset[str
             "Give the places of one save."
         )
     (save_id,) = candidate_ids
-    numbers = [place_number for place_number, manifest_id in manifest_ids.items() if manifest_id == save_id]
-    return numbers[0], save_id
+    first_number = next(number for number, manifest_id in manifest_ids.items() if manifest_id == save_id)
+    return first_number, save_id
 
 
 def _save_ids(names: frozenset[str]) -> set[str]:
