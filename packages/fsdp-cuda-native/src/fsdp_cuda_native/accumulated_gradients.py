@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_core import Runtime
 from fsdp_core.state import HeldGradients, SavedTensor, fill
-from fsdp_cuda_native.torch_private.flat_parameters import units_of
+from fsdp_cuda_native.torch_private.flat_parameters.units import units_of
 from fsdp_cuda_native.torch_private.unit_gradients import (
     drop_gradients,
     reduced_gradient,

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_core.sharding import ParameterOrders, by_user_names, stand_ins_in_place, unwrapped
 from fsdp_core.state import FlatRange, Layout, Part, clean_name, stand_in
-from fsdp_cuda_native.torch_private.flat_parameters import FlatMember, flat_members, tied_members, units_of
+from fsdp_cuda_native.torch_private.flat_parameters.units import FlatMember, flat_members, tied_members, units_of
 
 __all__ = ["as_user_wrote", "layout_of", "local_part", "local_parts", "named_members"]
 
@@ -47,14 +47,14 @@ def layout_of(root: FullyShardedDataParallel) -> Layout:
 def local_parts(root: FullyShardedDataParallel) -> Iterator[tuple[str, Part, torch.Tensor]]:
     """For each flattened parameter, its name, where this rank's elements are in its unit's shard, and that shard."""
     for name, member in named_members(root):
-        shard, _ = member.local
-        yield name, local_part(name, member), shard
+        yield name, local_part(name, member), member.local_shard
 
 
 def local_part(name: str, member: FlatMember) -> Part:
     """The location of this rank's elements of a flattened parameter in its unit's shard."""
-    _, offset = member.local
-    flat_range = FlatRange(offset=offset, start=member.start, length=member.length, replica=member.replica)
+    flat_range = FlatRange(
+        offset=member.offset_in_shard, start=member.start, length=member.length, replica=member.replica
+    )
     return Part(name=name, shape=member.shape, range=flat_range)
 
 

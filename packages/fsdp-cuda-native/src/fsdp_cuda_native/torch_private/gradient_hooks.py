@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_core import UnsupportedCapabilityError
-from fsdp_cuda_native.torch_private.flat_parameters import handle_of
+from fsdp_cuda_native.torch_private.flat_parameters.units import handle_of
 
 __all__ = ["call_gradient_hooks", "refuse_use_outside"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_core.sharding import outside_of_compilation, show_gradient_elsewhere, without_torch_function
-from fsdp_cuda_native.torch_private.flat_parameters import handle_of
+from fsdp_cuda_native.torch_private.flat_parameters.units import handle_of, is_trained
 
 __all__ = [
     "drop_gradients",
@@ -101,7 +100,7 @@ class _ShownGradients:
         """Show reduced gradients, as FSDP1 does when nothing waits for a reduction; frozen parameters keep theirs."""
         handle: Any = self._handle()
         params = handle.flat_param._params
-        kept_gradients = {} if all(map(_is_trained, params)) else self._gradients_of_frozen(params)
+        kept_gradients = {} if all(map(is_trained, params)) else self._gradients_of_frozen(params)
         reduced_now = self._take_frozen_before_reduction(params)
         type(handle)._use_sharded_grad_views(handle)
         self._note_shown(params)
@@ -179,9 +178,6 @@ class _ShownGradients:
         for index, parameter in enumerate(params):
             gradient = parameter.grad if parameter.requires_grad else None
             self._last_shown[index] = None if gradient is None else weakref.ref(gradient)
-
-
-_is_trained = attrgetter("requires_grad")
 
 
 def unreduced_gradients(unit: FullyShardedDataParallel) -> dict[tuple[nn.Module, str], Tensor]:
