@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import cast
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from fsdp_core import Runtime
 from fsdp_core.state import HeldGradients, SavedTensor, fill
@@ -25,7 +25,7 @@ from fsdp_cuda_native.unflattened import local_part, named_members
 __all__ = ["forget", "held_by_units", "restore_to_units"]
 
 
-def held_by_units(root: FullyShardedDataParallel, runtime: Runtime) -> HeldGradients:
+def held_by_units(root: FSDP, runtime: Runtime) -> HeldGradients:
     """This rank's part of the units' accumulated gradients. All ranks must call it; the root must be sharded."""
     local_gradients = {unit: reduced_gradient(unit) for unit in units_of(root)}
     has_gradient_by_rank = runtime.gather_objects([gradient is not None for gradient in local_gradients.values()])
@@ -43,7 +43,7 @@ def held_by_units(root: FullyShardedDataParallel, runtime: Runtime) -> HeldGradi
     return gradients
 
 
-def forget(root: FullyShardedDataParallel, names: Collection[str]) -> None:
+def forget(root: FSDP, names: Collection[str]) -> None:
     """Set unreduced gradients to zero, and the reduced gradients that they would be added to.
 
     Args:
@@ -62,7 +62,7 @@ def forget(root: FullyShardedDataParallel, names: Collection[str]) -> None:
                 tensor.zero_()
 
 
-def _unreduced_by_name(root: FullyShardedDataParallel) -> Iterator[tuple[str, Tensor]]:
+def _unreduced_by_name(root: FSDP) -> Iterator[tuple[str, Tensor]]:
     """The gradients that this rank has accumulated without reducing them, by the user's names."""
     unreduced = {unit: unreduced_gradients(unit) for unit in units_of(root)}
     for name, member in named_members(root):
@@ -72,10 +72,7 @@ def _unreduced_by_name(root: FullyShardedDataParallel) -> Iterator[tuple[str, Te
 
 
 def restore_to_units(
-    root: FullyShardedDataParallel,
-    own: Mapping[str, Callable[[], Tensor]],
-    reduced: Mapping[str, Tensor | SavedTensor],
-    runtime: Runtime,
+    root: FSDP, own: Mapping[str, Callable[[], Tensor]], reduced: Mapping[str, Tensor | SavedTensor], runtime: Runtime
 ) -> None:
     """Restore gradients that were returned by :func:`held_by_units`, or by another backend. All ranks must call it.
 

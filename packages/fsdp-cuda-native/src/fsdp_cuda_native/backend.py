@@ -11,12 +11,8 @@ from itertools import accumulate
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import (
-    CPUOffload,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    ShardingStrategy,
-)
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from fsdp_core import Backend, UnsupportedCapabilityError
 from fsdp_core.sharding import (
@@ -40,7 +36,8 @@ from fsdp_core.state import clean_name, give_back
 from fsdp_cuda_native.meshes import ranks_to_shard_over
 from fsdp_cuda_native.options import HYBRID, NativeOptions
 from fsdp_cuda_native.sharded import NativeSharded
-from fsdp_cuda_native.torch_private import flat_parameters as torch_private
+from fsdp_cuda_native.torch_private.flat_parameters.flattening import flattening_parts
+from fsdp_cuda_native.torch_private.passes.unvisited_units import reduce_unused
 from fsdp_cuda_native.unit_checks import check_not_wrapped, check_unit, unit_options
 from fsdp_cuda_native.wrappers import WrappedUnit, called_for, cast_inputs_of, renew_parameters
 
@@ -75,7 +72,7 @@ class NativeBackend(Backend):
         policy = self.options.mixed_precision
         return replace(precision, compute=policy.param_dtype, reduce=policy.reduce_dtype, autocast=False)
 
-    def check_waiting(self) -> None:
+    def refuse_unreduced_gradients(self) -> None:
         """Refuse to accumulate gradients that wait for their reduction, where FSDP1 can't keep them.
 
         Raises:
@@ -167,7 +164,7 @@ class NativeBackend(Backend):
         checkpoint_activations(module, plan)
         orders = parameter_orders(module.modules())
         replicated: list[nn.Parameter] = []
-        root: FullyShardedDataParallel | None = None
+        root: FSDP | None = None
         units = plan.split_by_unit(module)
         for unit in units:
             kept_in_parts = {parameter for parameter in unit.parameters() - unit.replicated() if is_part(parameter)}
@@ -175,11 +172,11 @@ class NativeBackend(Backend):
             replicated += unit.replicated()
             parts = renew_parameters(unit.own, replicated, self.runtime.device)
             called = called_for(module, unit.module)
-            with torch_private.flattening_parts(parts):
+            with flattening_parts(parts):
                 root = self._wrapped(called, replicated)
             del parts
             give_back()
-            torch_private.reduce_unused(root)
+            reduce_unused(root)
             if unit.module is not module:
                 put_in_place(module, called, root)
         assert root is not None
@@ -187,15 +184,13 @@ class NativeBackend(Backend):
         self._cast_inputs(module, [owner for owner in units[-1].own if owner is not module], root)
         return NativeSharded(root, module, orders, replicated, self.runtime)
 
-    def _cast_inputs(
-        self, module: nn.Module, unit_modules: Iterable[nn.Module], root: FullyShardedDataParallel
-    ) -> None:
+    def _cast_inputs(self, module: nn.Module, unit_modules: Iterable[nn.Module], root: FSDP) -> None:
         """Cast the arguments of the user's module; with ``mixed_precision``, also of modules that a step calls."""
         policy = self.options.mixed_precision
         if policy is None:
             cast_inputs_of(module, self._mixed_precision())
         elif policy.param_dtype is not None and policy.cast_root_forward_inputs:
-            StepInputs(module, [*unit_modules, *FullyShardedDataParallel.fsdp_modules(root)[1:]], policy.param_dtype)
+            StepInputs(module, [*unit_modules, *FSDP.fsdp_modules(root)[1:]], policy.param_dtype)
 
     # -- arguments for torch ---------------------------------------------------------------------------------------
 
@@ -234,11 +229,11 @@ class NativeBackend(Backend):
             param_dtype=self.precision.compute, reduce_dtype=self.precision.reduce, cast_forward_inputs=True
         )
 
-    def _wrapped(self, unit: nn.Module, replicated: list[nn.Parameter]) -> FullyShardedDataParallel:
+    def _wrapped(self, unit: nn.Module, replicated: list[nn.Parameter]) -> FSDP:
         with warnings.catch_warnings():
             # one rank has nothing to shard, which needs no warning
             warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
-            wrapped = FullyShardedDataParallel(
+            wrapped = FSDP(
                 unit,
                 **{
                     **self._ranks_to_shard_over(),

@@ -13,13 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 from fsdp_core import UnsupportedCapabilityError
-from fsdp_core.sharding import (
-    ActivationCheckpointingPolicy,
-    ShardingOptions,
-    WrapPolicy,
-    describe_policy,
-    option,
-)
+from fsdp_core.sharding import ActivationCheckpointingPolicy, ShardingOptions, WrapPolicy, describe_policy, option
 
 __all__ = [
     "ALWAYS",

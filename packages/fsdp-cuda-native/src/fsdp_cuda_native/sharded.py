@@ -2,8 +2,8 @@
 
 The root is FSDP1's wrapper of the user's module. Under the Trainer a whole ``training_step`` runs inside the root's
 ``forward()``, and with manual optimization backward passes and optimizer steps do so too. FSDP1 allows neither, so the
-forward pass is *suspended* before each and *resumed* after it. Units that a suspended forward pass has used may still be
-reached by a later backward pass: they are *pending*.
+forward pass is *suspended* before each and *resumed* after it. Units that a suspended forward pass has used may still
+be reached by a later backward pass: they are *pending*.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from fsdp_core import Runtime, Sharded, UnsupportedCapabilityError
 from fsdp_core.sharding import (
@@ -39,30 +39,13 @@ from fsdp_core.state import (
     running_forwards,
 )
 from fsdp_cuda_native.accumulated_gradients import gradients_of_units, restore_to_units, zero_gradients
-from fsdp_cuda_native.torch_private.flat_parameters import resharding
-from fsdp_cuda_native.torch_private.flat_parameters.flattening import (
-    place_pieces,
-    refuse_parts_of,
-    unguard_during_calls,
-)
+from fsdp_cuda_native.torch_private.flat_parameters import flattening, frozen, resharding, units
 from fsdp_cuda_native.torch_private.flat_parameters.gathered_writes import GatheredWrites
 from fsdp_cuda_native.torch_private.flat_parameters.handles import use_own_methods
-from fsdp_cuda_native.torch_private.flat_parameters.streams import order_gathers
-from fsdp_cuda_native.torch_private.flat_parameters.units import (
-    flat_parameter_of,
-    handle_of,
-    is_in_backward,
-    is_sharded,
-    tied_members,
-    units_of,
-)
-from fsdp_cuda_native.torch_private.flat_parameters.views import gathered_views
 from fsdp_cuda_native.torch_private.flat_parameters.written_shards import count_writes
 from fsdp_cuda_native.torch_private.gradient_hooks import call_gradient_hooks, refuse_use_outside
-from fsdp_cuda_native.torch_private.passes import frozen_units, suspended_forwards
+from fsdp_cuda_native.torch_private.passes import suspended_forwards, unit_calls, unvisited_units
 from fsdp_cuda_native.torch_private.passes.nested_passes import NestedPasses
-from fsdp_cuda_native.torch_private.passes.unit_calls import tensors_in, watch_calls
-from fsdp_cuda_native.torch_private.passes.waiting_gradients import call_after_backward, reduce_waiting_units
 from fsdp_cuda_native.torch_private.unit_gradients import drop_gradients, keep_gradients_of_frozen
 from fsdp_cuda_native.unflattened import as_user_wrote, layout_of, local_parts, named_members
 
@@ -84,11 +67,11 @@ class NativeSharded(Sharded):
     """
 
     backend: NativeBackend
-    root: FullyShardedDataParallel
+    root: FSDP
 
     def __init__(
         self,
-        root: FullyShardedDataParallel,
+        root: FSDP,
         module: nn.Module,
         orders: ParameterOrders,
         replicated: Sequence[nn.Parameter],
@@ -98,7 +81,7 @@ class NativeSharded(Sharded):
         self._orders = orders
         #: What :meth:`layout` has returned last, and the module's parameters then.
         self._layout: tuple[tuple[nn.Parameter, ...], Layout] | None = None
-        self._units = tuple(units_of(root))
+        self._units = tuple(units.units_of(root))
         #: Lets parameters that are gathered inside a step show the gradients of their shards.
         self._step_gradients = StepGradients(root)
         #: The pending units; ``None`` while the root's forward pass has not been suspended.
@@ -114,15 +97,14 @@ class NativeSharded(Sharded):
         self._gathered_write_count = 0
         names = {part: clean_name(name) for name, part in module.named_modules()}
         for unit in self._units:
-            use_own_methods(handle_of(unit))
-            order_gathers(handle_of(unit), unit)
+            use_own_methods(unit)
         self._writes = [GatheredWrites(unit, names, self.written_values) for unit in self._units]
         self._passes = NestedPasses(root, lambda: root in running_forwards, self._begin_backward_inside)
         for unit in self._units:
             self._prepare_unit(unit, names)
-        unguard_during_calls(self._units)
-        refuse_parts_of(root, names)
-        reduce_waiting_units(root)
+        flattening.unguard_during_calls(self._units)
+        flattening.refuse_parts_of(root, names)
+        unvisited_units.reduce_waiting(root)
         if root in self._units:
             root.register_forward_pre_hook(partial(_free_written_root, weakref.ref(self)), prepend=True)
         self.reshard()
@@ -132,12 +114,12 @@ class NativeSharded(Sharded):
         module.register_forward_hook(_forget_pending_after_backward)
         root.register_forward_hook(_forget_pending_without_backward)
 
-    def _prepare_unit(self, unit: FullyShardedDataParallel, names: Mapping[nn.Module, str]) -> None:
+    def _prepare_unit(self, unit: FSDP, names: Mapping[nn.Module, str]) -> None:
         unit.register_forward_hook(partial(_show_gradients_after_call, self))
-        watch_calls(unit, partial(_watch_tensors, weakref.ref(self._passes)))
+        unit_calls.watch_calls(unit, partial(_watch_tensors, weakref.ref(self._passes)))
         call_gradient_hooks(unit)
-        if is_sharded(unit):
-            place_pieces(unit, names)
+        if units.is_sharded(unit):
+            flattening.place_pieces(unit, names)
         else:
             refuse_use_outside(unit, names)
         keep_gradients_of_frozen(unit)
@@ -175,7 +157,7 @@ class NativeSharded(Sharded):
 
     def aliases(self) -> dict[str, str]:
         self.reshard()
-        has_ties = any(any(tied_members(unit)) for unit in self._units)
+        has_ties = any(any(units.tied_members(unit)) for unit in self._units)
         if self.backend.options.use_orig_params and not has_ties:
             return aliases(self.module)  # each parameter exists separately, and none has two names in one unit
         return super().aliases()
@@ -244,11 +226,11 @@ class NativeSharded(Sharded):
         self._step_gradients.on = True
         self._show_gradients_of(self.root)
 
-    def _show_gradients_of(self, unit: FullyShardedDataParallel) -> None:
+    def _show_gradients_of(self, unit: FSDP) -> None:
         """Let parameters that a unit has gathered inside a manual step show the gradients of their shards."""
         if (self._pending is not None or self._step_gradients.on) and unit in self._units:
-            for view, shard in gathered_views(unit):
-                self._step_gradients.follow(view, shard, is_part=is_sharded(unit))
+            for view, shard in units.gathered_views(unit):
+                self._step_gradients.follow(view, shard, is_part=units.is_sharded(unit))
 
     def _begin_backward_inside(self) -> None:
         """Begin a backward pass of the root inside its running forward pass, which then goes on."""
@@ -297,11 +279,12 @@ class NativeSharded(Sharded):
         self._passes.gather_again()
 
     def leaves(self) -> Iterable[Tensor]:
-        return [*self.root.parameters(), *self._gathered_shards(), *map(flat_parameter_of, self._units)]
+        flat_params = [units.handle_of(unit).flat_param for unit in self._units]
+        return [*self.root.parameters(), *self._gathered_shards(), *flat_params]
 
     def _gathered_shards(self) -> Iterator[nn.Parameter]:
         """The optimizer's parameters in whose place modules hold views now."""
-        return (shard for unit in self._units for _, shard in gathered_views(unit))
+        return (shard for unit in self._units for _, shard in units.gathered_views(unit))
 
     def keep_writes(self) -> None:
         for writes in self._writes:
@@ -314,7 +297,7 @@ class NativeSharded(Sharded):
             writes.keep(is_counted=is_of_root or self._pending is None)
 
     def follow_requires_grad(self) -> None:
-        if frozen_units.follow_requires_grad(self.root):
+        if frozen.follow_requires_grad(self.root):
             self.resume_forward()
         for writes in self._writes:
             writes.frozen_views.detach_frozen()
@@ -332,7 +315,7 @@ class NativeSharded(Sharded):
 
     @property
     def is_interrupted(self) -> bool:
-        if self._is_suspended_at_loss or is_in_backward(self.root):
+        if self._is_suspended_at_loss or units.is_in_backward(self.root):
             return True
         return self._replicated is not None and self._replicated.interrupted
 
@@ -353,11 +336,7 @@ class NativeSharded(Sharded):
         self._is_manual_step = is_manual_step
 
     def clip_norm(
-        self,
-        parameters: Iterable[Tensor],
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
+        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
         return clip_grads_by_norm(
             parameters,
@@ -424,15 +403,13 @@ class NativeSharded(Sharded):
 
 
 @outside_of_compilation
-def _show_gradients_after_call(
-    sharded: NativeSharded | None, unit: FullyShardedDataParallel, args: Any, output: Any
-) -> None:
+def _show_gradients_after_call(sharded: NativeSharded | None, unit: FSDP, args: Any, output: Any) -> None:
     if sharded is not None:  # None in the hooks of a deep copy
         sharded._show_gradients_of(unit)
 
 
 @outside_of_compilation
-def _free_written_root(sharded_ref: weakref.ref[NativeSharded], root: FullyShardedDataParallel, args: Any) -> None:
+def _free_written_root(sharded_ref: weakref.ref[NativeSharded], root: FSDP, args: Any) -> None:
     """Free what the root has kept of a forward pass whose backward pass is to come, if shards were written to since.
 
     Under Fabric parameters are shards between two forward passes, and what is written to them would not be seen.
@@ -445,9 +422,7 @@ def _free_written_root(sharded_ref: weakref.ref[NativeSharded], root: FullyShard
             resharding.free_idle_root(root)
 
 
-def _watch_tensors(
-    passes_ref: weakref.ref[NestedPasses], unit: FullyShardedDataParallel, tensors: list[Tensor]
-) -> None:
+def _watch_tensors(passes_ref: weakref.ref[NestedPasses], unit: FSDP, tensors: list[Tensor]) -> None:
     passes = passes_ref()
     if passes is not None and passes.follows_calls():
         passes.watch_tensors(unit, tensors)
@@ -459,7 +434,7 @@ def _suspend_again(sharded_ref: weakref.ref[NativeSharded], _: Tensor) -> None:
     if sharded is None:
         return
     sharded._passes.note_pass_of_root()
-    if not sharded.is_idle() and not is_in_backward(sharded.root):
+    if not sharded.is_idle() and not units.is_in_backward(sharded.root):
         with torch.enable_grad():
             sharded._suspend(None)
         suspended_forwards.expect_backward(sharded.root)
@@ -479,13 +454,13 @@ def _forget_pending_after_backward(module: nn.Module, args: Any, output: Any) ->
     """
     sharded = sharded_of(module)
     if isinstance(sharded, NativeSharded) and sharded._pending is not None and not sharded._is_manual_step:
-        call_after_backward(sharded.root, output, sharded._forget_pending)
+        unvisited_units.call_after_backward(sharded.root, output, sharded._forget_pending)
 
 
 def _forget_pending_without_backward(root: nn.Module, args: Any, output: Any) -> None:
     """Let units wait no longer at the end of a forward pass that no backward pass follows."""
     sharded = sharded_of(root)
     if isinstance(sharded, NativeSharded) and sharded._pending is not None:
-        has_backward = any(tensor.requires_grad for tensor in tensors_in(output))
+        has_backward = any(tensor.requires_grad for tensor in unit_calls.tensors_in(output))
         if sharded._is_manual_step or not has_backward:
             sharded._forget_pending()

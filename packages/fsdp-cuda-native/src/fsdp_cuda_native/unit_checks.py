@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel
+from torch.distributed.fsdp import BackwardPrefetch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from fsdp_core import ShardingError, UnsupportedCapabilityError
 from fsdp_core.sharding import options_of
@@ -106,7 +107,7 @@ def check_not_wrapped(module: nn.Module) -> None:
         UnsupportedCapabilityError: A ``wrap`` option can't be set per unit.
     """
     for name, submodule in module.named_modules():
-        if isinstance(submodule, FullyShardedDataParallel):
+        if isinstance(submodule, FSDP):
             raise ShardingError(
                 f"{type(module).__name__} is already sharded: {name or 'the root'!r} is a FullyShardedDataParallel.\n"
                 "Write fsdp_core.wrap(module) instead of FullyShardedDataParallel(module, ...), or leave both out "

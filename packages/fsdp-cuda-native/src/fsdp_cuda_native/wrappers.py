@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision
 
 from fsdp_core.sharding import KeptPart, OutsideAttributes, cast_inputs, let_go_of
 from fsdp_core.state import gathered_modules
@@ -15,7 +16,7 @@ from fsdp_core.state import gathered_modules
 __all__ = ["WrappedUnit", "called_for", "cast_inputs_of", "renew_parameters"]
 
 
-class WrappedUnit(OutsideAttributes, FullyShardedDataParallel):
+class WrappedUnit(OutsideAttributes, FSDP):
     """A unit, or the root.
 
     ``named_modules`` and what is built on it return the user's names, by which libraries select parameters, without the

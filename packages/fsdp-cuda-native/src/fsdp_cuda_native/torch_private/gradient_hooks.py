@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_core import UnsupportedCapabilityError
@@ -18,7 +18,7 @@ from fsdp_cuda_native.torch_private.flat_parameters.units import handle_of
 __all__ = ["call_gradient_hooks", "refuse_use_outside"]
 
 
-def call_gradient_hooks(unit: FullyShardedDataParallel) -> None:
+def call_gradient_hooks(unit: FSDP) -> None:
     """Let ``register_post_accumulate_grad_hook`` of a unit's parameters call hooks after each reduction.
 
     FSDP1 gives parameters their gradients itself, after the end of the backward pass, where autograd calls no hook. But
@@ -32,7 +32,7 @@ def call_gradient_hooks(unit: FullyShardedDataParallel) -> None:
         parameter.register_post_accumulate_grad_hook = partial(_register, weakref.ref(handle), weakref.ref(parameter))
 
 
-def refuse_use_outside(unit: FullyShardedDataParallel, names: Mapping[nn.Module, str]) -> None:
+def refuse_use_outside(unit: FSDP, names: Mapping[nn.Module, str]) -> None:
     """Refuse gradients of a unit's parameters that come from computing with them outside of its forward pass.
 
     A unit that is not sharded computes with views of its flat parameter, and FSDP1 reduces the gradient of that.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from fsdp_core.sharding import outside_of_compilation, show_gradient_elsewhere, without_torch_function
 from fsdp_cuda_native.torch_private.flat_parameters.units import handle_of, is_trained
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 
-def keep_gradients_of_frozen(unit: FullyShardedDataParallel) -> None:
+def keep_gradients_of_frozen(unit: FSDP) -> None:
     """Let parameters that are frozen keep the gradients that they have, as in plain torch.
 
     FSDP1 drops them at the end of the next forward pass, and sets them to zero in the flat parameter's gradient: what
@@ -180,7 +180,7 @@ class _ShownGradients:
             self._last_shown[index] = None if gradient is None else weakref.ref(gradient)
 
 
-def unreduced_gradients(unit: FullyShardedDataParallel) -> dict[tuple[nn.Module, str], Tensor]:
+def unreduced_gradients(unit: FSDP) -> dict[tuple[nn.Module, str], Tensor]:
     """The gradients that a unit has accumulated without reducing them, by module and parameter name.
 
     Without sharding, reduced ones are among them. That does no harm: to average equal gradients again changes nothing.
@@ -194,9 +194,7 @@ def unreduced_gradients(unit: FullyShardedDataParallel) -> dict[tuple[nn.Module,
     return {(info.module, info.param_name): view for info, view in zip(flat._param_infos, views, strict=True)}
 
 
-def set_unreduced_gradients(
-    unit: FullyShardedDataParallel, gradients: Mapping[tuple[nn.Module, str], Callable[[], Tensor]]
-) -> None:
+def set_unreduced_gradients(unit: FSDP, gradients: Mapping[tuple[nn.Module, str], Callable[[], Tensor]]) -> None:
     """Restore gradients that :func:`unreduced_gradients` returned.
 
     Args:
@@ -228,7 +226,7 @@ def set_unreduced_gradients(
         handle._use_unsharded_grad_views()
 
 
-def reduced_gradient(unit: FullyShardedDataParallel) -> Tensor | None:
+def reduced_gradient(unit: FSDP) -> Tensor | None:
     """This rank's elements of a unit's reduced gradient, laid out as its shard.
 
     Returns:
@@ -247,13 +245,13 @@ def reduced_gradient(unit: FullyShardedDataParallel) -> Tensor | None:
     return None
 
 
-def saved_gradient(unit: FullyShardedDataParallel) -> Tensor | None:
+def saved_gradient(unit: FSDP) -> Tensor | None:
     """A unit's reduced gradient, which FSDP1 has set aside while an unreduced one accumulates."""
     saved: Tensor | None = getattr(handle_of(unit).flat_param, "_saved_grad_shard", None)
     return saved
 
 
-def set_reduced_gradient(unit: FullyShardedDataParallel, grad: Tensor) -> None:
+def set_reduced_gradient(unit: FSDP, grad: Tensor) -> None:
     """Restore a gradient that :func:`reduced_gradient` returned."""
     handle = handle_of(unit)
     flat = handle.flat_param
@@ -269,12 +267,12 @@ def set_reduced_gradient(unit: FullyShardedDataParallel, grad: Tensor) -> None:
         handle._use_unsharded_grad_views()
 
 
-def zero_gradient(unit: FullyShardedDataParallel) -> Tensor:
+def zero_gradient(unit: FSDP) -> Tensor:
     """A gradient of zeros, laid out as a unit's shard."""
     return torch.zeros_like(handle_of(unit).flat_param._local_shard)
 
 
-def drop_gradients(unit: FullyShardedDataParallel) -> None:
+def drop_gradients(unit: FSDP) -> None:
     """Drop every gradient of a unit."""
     flat = handle_of(unit).flat_param
     flat.grad = None

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 
 from fsdp_core.sharding import (
@@ -65,7 +65,7 @@ def flattening_parts(parts: Mapping[nn.Parameter, KeptPart]) -> Iterator[None]:
         handle_class.flatten_tensors = flatten_of_torch
 
 
-def place_pieces(unit: FullyShardedDataParallel, names: Mapping[nn.Module, str]) -> None:
+def place_pieces(unit: FSDP, names: Mapping[nn.Module, str]) -> None:
     """Note which elements of a unit's parameters ranks hold: core refuses to combine pieces that hold different ones.
 
     Args:
@@ -92,7 +92,7 @@ def place_pieces(unit: FullyShardedDataParallel, names: Mapping[nn.Module, str])
         place_piece(parameter, PiecePlace(name, layout, **position))
 
 
-def unguard_during_calls(units: Sequence[FullyShardedDataParallel]) -> None:
+def unguard_during_calls(units: Sequence[FSDP]) -> None:
     """Let FSDP1 gather from flat parameters that are guarded, in each call of a unit.
 
     Core guards the flat parameters that optimizers hold (``use_orig_params=False``): it refuses what users compute
@@ -121,7 +121,7 @@ def _guard_again(flat_refs: Iterable[weakref.ref[Any]], were_guarded: list[bool]
         guard_parameters(flat for flat in flat_params if flat.data_ptr() == flat._local_shard.data_ptr())
 
 
-def refuse_parts_of(root: FullyShardedDataParallel, names: Mapping[nn.Module, str]) -> None:
+def refuse_parts_of(root: FSDP, names: Mapping[nn.Module, str]) -> None:
     """Refuse to loop over the parameters of modules inside units, and to freeze them, under ``use_orig_params=False``.
 
     FSDP1 leaves such modules without parameters: ``module.requires_grad_(False)`` would silently freeze nothing.
@@ -138,7 +138,7 @@ def refuse_parts_of(root: FullyShardedDataParallel, names: Mapping[nn.Module, st
             continue
         flattened = [(info.module, info.param_name) for info in (*flat._param_infos, *flat._shared_param_infos)]
         for part in unit.module.modules():
-            if part is not unit.module and not isinstance(part, FullyShardedDataParallel):
+            if part is not unit.module and not isinstance(part, FSDP):
                 inside = set(part.modules())
                 lacking = [(owner, name) for owner, name in flattened if owner in inside]
                 lacking_by_part.setdefault(part, []).extend(lacking)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp._common_utils import HandleTrainingState
 
 from fsdp_core import UnsupportedCapabilityError
@@ -31,9 +31,13 @@ from fsdp_core.sharding import (
 )
 from fsdp_core.state import gathered_modules
 from fsdp_cuda_native.flattened_parts import refuse_use_while_freed
-from fsdp_cuda_native.torch_private.flat_parameters.frozen_views import FrozenViews
-from fsdp_cuda_native.torch_private.flat_parameters.units import handle_of, is_trained, set_user_names
-from fsdp_cuda_native.torch_private.flat_parameters.views import ParameterView, lacks_views
+from fsdp_cuda_native.torch_private.flat_parameters.frozen import FrozenViews
+from fsdp_cuda_native.torch_private.flat_parameters.units import (
+    ParameterView,
+    handle_of,
+    is_trained,
+    lacks_views,
+)
 
 __all__ = ["GatheredWrites"]
 
@@ -50,7 +54,7 @@ class GatheredWrites:
         frozen_views: Lets the gathered parameters follow what users freeze and unfreeze.
     """
 
-    def __init__(self, unit: FullyShardedDataParallel, names: Mapping[nn.Module, str], values: WrittenValues) -> None:
+    def __init__(self, unit: FSDP, names: Mapping[nn.Module, str], values: WrittenValues) -> None:
         self._unit_ref = weakref.ref(unit)
         self._handle = handle_of(unit)
         self._values = values
@@ -69,14 +73,14 @@ class GatheredWrites:
                 )
                 value.shard = partial(_refuse_hook, name)  # core asks for the shard to register a hook
             self._views.append(ParameterView(value, info.module, info.param_name))
-        set_user_names(self._handle, [view.value.name for view in self._views])
+        self._handle.user_names = [view.value.name for view in self._views]
         self_ref = weakref.ref(self)
         handle_ref = weakref.ref(self._handle)
         unit.register_forward_pre_hook(partial(_check_own, self_ref), prepend=True)
         self._handle._use_unsharded_views = partial(_use_unsharded_views, self_ref, handle_ref)
         self._handle._use_sharded_flat_param = partial(_use_sharded_flat_param, self_ref, handle_ref)
 
-    def is_of(self, unit: FullyShardedDataParallel) -> bool:
+    def is_of(self, unit: FSDP) -> bool:
         """Whether these are the writes to a unit's parameters."""
         return self._unit_ref() is unit
 
@@ -134,7 +138,8 @@ class GatheredWrites:
             is_counted: Whether torch's count of writes tells. It does not after a step over the flat parameter, which
                 is counted with the writes to its views.
         """
-        if not self._may_be_written(is_counted=is_counted):
+        written_views = list(self._find_written(is_counted=is_counted))
+        if not written_views:
             return
         flat = self._handle.flat_param
         # without sharding, and in the shard's dtype, the views have the memory of the shard
@@ -142,36 +147,25 @@ class GatheredWrites:
         part = _gathered_part(self._handle) if has_own_memory else flat._local_shard
         if part is None:  # FSDP1 has freed the memory of the views
             return
-        for view, tensor, is_certain in list(self._written_views(is_counted=is_counted)):
-            view.value.mark_kept(tensor)
-            view.value.keep(part, flat._local_shard, tensor, self._values, is_counted=is_certain)
+        for value, tensor, is_certain in written_views:
+            value.mark_kept(tensor)
+            value.keep(part, flat._local_shard, tensor, self._values, is_counted=is_certain)
 
-    def _written_views(self, *, is_counted: bool) -> Iterator[tuple[ParameterView, Tensor, bool]]:
-        """The views that were written to, each with its tensor, and whether that is certain: else ``data`` was read."""
+    def _find_written(self, *, is_counted: bool) -> Iterator[tuple[GatheredValue, Tensor, bool]]:
+        """What was written to: the value, its view, and whether that is certain, or ``data`` was only read."""
         times: int | None = None  # the same for all views
         for view in self._views:
+            value = view.value
+            is_noted = value.is_noted or value.has_changed
+            # in most passes nobody writes, so most views are passed over here
+            if not is_noted and not (is_counted and (times is None or value.is_counted(times))):
+                continue
             tensor = view.find()
             if isinstance(tensor, Tensor) and view.is_followed(tensor):
                 times = times_written(tensor) if times is None else times
-                is_certain = view.value.has_changed or (is_counted and view.value.is_counted(times))
-                if is_certain or view.value.is_noted:
-                    yield view, tensor, is_certain
-
-    def _may_be_written(self, *, is_counted: bool) -> bool:
-        """Whether :meth:`keep` has anything to look for: in most passes nobody writes."""
-        times: int | None = None
-        for view in self._views:
-            if view.value.is_noted or view.value.has_changed:
-                return True
-            if is_counted:
-                if times is None:  # the same for all views
-                    tensor = view.find()
-                    if not view.is_followed(tensor):
-                        continue
-                    times = times_written(tensor)
-                if view.value.is_counted(times):
-                    return True
-        return False
+                is_certain = value.has_changed or (is_counted and value.is_counted(times))
+                if is_certain or value.is_noted:
+                    yield value, tensor, is_certain
 
     def refuse_use_of_views(self) -> None:
         """Refuse to compute with the views that modules go on holding once the unit is freed."""
@@ -196,7 +190,7 @@ def _set_requires_grad(views_ref: weakref.ref[FrozenViews], index: int, requires
 
 
 @outside_of_compilation
-def _check_own(writes_ref: weakref.ref[GatheredWrites], unit: FullyShardedDataParallel, args: Any) -> None:
+def _check_own(writes_ref: weakref.ref[GatheredWrites], unit: FSDP, args: Any) -> None:
     if (writes := writes_ref()) is not None and unit not in gathered_modules:
         writes.check_own()
         writes.frozen_views.follow_requires_grad()

@@ -2,10 +2,10 @@
 
 With many small parameters that takes as long as everything else that a unit's call needs:
 
-- ``_use_unsharded_views`` sets views in modules when a unit is gathered, and ``_use_sharded_views`` sets parameters when
-  it is freed, through ``delattr()`` and ``setattr()``, which look for the name in several dictionaries and check the
-  value. torch's own way around them, ``FSDP_USE_UNSAFE_SETATTR=1``, also bypasses modules that override these methods,
-  and leaves a second reference to the parameter.
+- ``_use_unsharded_views`` sets views in modules when a unit is gathered, and ``_use_sharded_views`` sets parameters
+  when it is freed, through ``delattr()`` and ``setattr()``, which look for the name in several dictionaries and check
+  the value. torch's own way around them, ``FSDP_USE_UNSAFE_SETATTR=1``, also bypasses modules that override these
+  methods, and leaves a second reference to the parameter.
 - ``_writeback_orig_params`` looks, before each gather, whether a parameter or a gradient was replaced by one with other
   memory.
 - ``_use_sharded_views`` makes views of the shard and lets parameters be these; and ``_use_unsharded_views``, in a
@@ -18,48 +18,50 @@ torch's whatever is not.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp._common_utils import HandleTrainingState
 from torch.distributed.fsdp._flat_param import _safe_setattr_tensor_or_param
 from torch.nn.modules.module import _global_parameter_registration_hooks
 
-from fsdp_core.sharding import (
-    guard_parameters,
-    outside_of_compilation,
-    unguard_parameters,
-    without_torch_function,
-)
+from fsdp_core.sharding import guard_parameters, outside_of_compilation, unguard_parameters, without_torch_function
 from fsdp_cuda_native.torch_private.flat_parameters.streams import HandleWithStreams
+from fsdp_cuda_native.torch_private.flat_parameters.units import handle_of
 
 __all__ = ["use_own_methods"]
 
 #: torch's own ways to set what a module holds: modules that override one are left to torch.
 _SETATTR, _DELATTR, _REGISTER = nn.Module.__setattr__, nn.Module.__delattr__, nn.Module.register_parameter
 
-#: The attribute of a handle with the parameters that ``summon_full_params()`` has found guarded.
-_GUARDED = "_fsdp_cuda_native_guarded"
-
 _DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 
 
-def use_own_methods(handle: Any) -> None:
-    """Make a handle use the methods of this module and of ``streams``, and torch's for everything else.
+def use_own_methods(unit: FSDP) -> None:
+    """Make a unit's handle use the methods of this module and of ``streams``, and torch's for everything else.
 
     Args:
-        handle: The handle of a flat parameter. One that was told to use torch's unsafe way goes on with that.
+        unit: The unit. A handle that was told to use torch's unsafe way goes on with that.
     """
+    handle = handle_of(unit)
     handle.__class__ = _Handle if handle._use_orig_params else _HandleOfFlat
     if handle._setattr_tensor is _safe_setattr_tensor_or_param:
         handle._setattr_tensor = _set_tensor
     if handle._setattr_param is _safe_setattr_tensor_or_param:
         handle._setattr_param = _set_parameter
+    handle.order_gathers(unit)
 
 
 class _Handle(HandleWithStreams):
+    #: The parameters that ``summon_full_params()`` has found guarded, until it ends.
+    guarded: Sequence[Tensor] = ()
+    #: The user's names of the parameters.
+    user_names: Sequence[str] = ()
+
     # ``outside_of_compilation``: torch.compile leaves out the file of torch's handles, and not this one.
     # ``without_torch_function``: parameters may be guarded by core, and each look at an attribute would go through
     # Python.
@@ -123,7 +125,9 @@ class _Handle(HandleWithStreams):
     @outside_of_compilation
     def _use_sharded_views(self) -> None:
         flat: Any = self.flat_param
-        guard_parameters(self.__dict__.pop(_GUARDED, ()))  # summon_full_params() has ended
+        if self.guarded:  # summon_full_params() has ended
+            guard_parameters(self.guarded)
+            self.guarded = ()
         with without_torch_function():
             if self._skipped_use_sharded_views or not self._are_plain() or not self._are_views_of_shard():
                 super()._use_sharded_views()
@@ -138,7 +142,7 @@ class _Handle(HandleWithStreams):
         return self._use_orig_params and self._fsdp_extension is None and not self.flat_param._shared_param_infos
 
     def _are_views_of_shard(self) -> bool:
-        """Whether parameters are already what FSDP1 would make of them: views of the shard, or of all without sharding."""
+        """Whether parameters are already the views of the shard, or without sharding of all, that FSDP1 would make."""
         flat: Any = self.flat_param
         infos, params = flat._shard_param_infos, flat._params
         if self.uses_sharded_strategy:
@@ -169,7 +173,7 @@ class _Handle(HandleWithStreams):
             with without_torch_function():
                 super()._use_unsharded_views(as_params)
             if as_params:  # summon_full_params(): parameters are no pieces until it ends
-                self.__dict__[_GUARDED] = unguard_parameters(flat._params or ())
+                self.guarded = unguard_parameters(flat._params or ())
             return
         for tensor, (name, module, _) in zip(tensors, flat._param_infos, strict=True):
             self._setattr_tensor(module, name, tensor)

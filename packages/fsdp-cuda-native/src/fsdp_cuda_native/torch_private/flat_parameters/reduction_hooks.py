@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp._runtime_utils import _post_backward_hook, _register_post_backward_hook
 
 from fsdp_cuda_native.torch_private.flat_parameters.units import handle_of
@@ -50,7 +50,7 @@ def waits_for_gradient(flat: Any) -> bool:
     return len(getattr(flat, _STATE, ())) == 2
 
 
-def nodes_of(unit: FullyShardedDataParallel) -> Sequence[Any]:
+def nodes_of(unit: FSDP) -> Sequence[Any]:
     """The autograd nodes that add to the gradient of a unit's flat parameter, if FSDP1 has a hook at one of them."""
     handle = handle_of(unit)
     if handle is None or not waits_for_gradient(handle.flat_param):
@@ -59,7 +59,7 @@ def nodes_of(unit: FullyShardedDataParallel) -> Sequence[Any]:
     return tuple(hook.nodes) if isinstance(hook, _HookOfNodes) else (node,)
 
 
-def new_nodes_of(unit: FullyShardedDataParallel) -> Sequence[Any]:
+def new_nodes_of(unit: FSDP) -> Sequence[Any]:
     """Those of :func:`nodes_of` a unit that were added since this function was called last."""
     nodes = nodes_of(unit)
     if not nodes:
@@ -84,7 +84,7 @@ def drop_unfit_hook(flat: Any) -> None:
         drop_hook(flat)
 
 
-def reduce_at(unit: FullyShardedDataParallel, node: Any) -> None:
+def reduce_at(unit: FSDP, node: Any) -> None:
     """Let a node reduce a unit's gradient, if FSDP1 has dropped its hook after another backward pass.
 
     Args:
@@ -97,7 +97,7 @@ def reduce_at(unit: FullyShardedDataParallel, node: Any) -> None:
         flat._post_backward_hook_state = node, hook
 
 
-def reduce_at_last_node(unit: FullyShardedDataParallel) -> None:
+def reduce_at_last_node(unit: FSDP) -> None:
     """Reduce a unit's gradient at the last of several nodes that add to it, among them that of what is gathered now.
 
     Args:
@@ -131,7 +131,7 @@ class _HookOfNodes:
         nodes: The nodes.
     """
 
-    def __init__(self, unit: FullyShardedDataParallel, first: Any) -> None:
+    def __init__(self, unit: FSDP, first: Any) -> None:
         self._unit_ref = weakref.ref(unit)
         self.first = first
         self.nodes: list[Any] = []

@@ -2,8 +2,9 @@
 
 FSDP1 frees a unit in ``_post_forward_reshard`` and ``_post_backward_hook``. Some it leaves gathered: those of
 ``SHARD_GRAD_OP`` and the root, until a backward pass that may never come; after a step they would be used with old
-values. Others it frees although they are needed: the graph that a backward pass with ``create_graph=True`` records holds
-their memory. Here units can be freed at any moment, with what users have written kept, and be kept gathered until then.
+values. Others it frees although they are needed: the graph that a backward pass with ``create_graph=True`` records
+holds their memory. Here units can be freed at any moment, with what users have written kept, and be kept gathered until
+then.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp._common_utils import HandleTrainingState
 
 from fsdp_core.sharding import without_torch_function
 from fsdp_cuda_native.flattened_parts import refuse_use_while_freed
-from fsdp_cuda_native.torch_private.flat_parameters.units import handle_of, user_names_of
-from fsdp_cuda_native.torch_private.flat_parameters.views import shows_parameters
+from fsdp_cuda_native.torch_private.flat_parameters.units import handle_of, shows_parameters
 
 __all__ = [
     "STAY_GATHERED",
@@ -43,7 +44,7 @@ _HOOKS_OF_MODULES = "_fsdp_cuda_native_calls"
 _WAS_KEPT = "_fsdp_cuda_native_was_kept"
 
 
-def reshard(unit: FullyShardedDataParallel, *, keeps: bool = False) -> None:
+def reshard(unit: FSDP, *, keeps: bool = False) -> None:
     """Free a unit's parameters if they are gathered.
 
     FSDP1 keeps the root's after a forward pass without a backward pass, and would use them again after a step.
@@ -76,7 +77,7 @@ def reshard(unit: FullyShardedDataParallel, *, keeps: bool = False) -> None:
         handle._prefetched = False
 
 
-def write_back(unit: FullyShardedDataParallel) -> None:
+def write_back(unit: FSDP) -> None:
     """Copy to a unit's shard what was assigned to ``parameter.data`` since its last call, as its next call would.
 
     Args:
@@ -97,13 +98,13 @@ def write_back(unit: FullyShardedDataParallel) -> None:
                 parameter.data = part  # otherwise the next call would copy it again, over what is loaded until then
 
 
-def free_idle_root(root: FullyShardedDataParallel) -> None:
+def free_idle_root(root: FSDP) -> None:
     """Free what an idle root has kept of its last call, unless a backward pass is running or a graph needs it."""
     if torch._C._current_graph_task_id() == -1 and not is_kept(root):
         reshard(root)
 
 
-def keep_gathered(units: Iterable[FullyShardedDataParallel], before_call: Callable[..., None]) -> None:
+def keep_gathered(units: Iterable[FSDP], before_call: Callable[..., None]) -> None:
     """Keep the parameters of units from now on, until :func:`reshard`, once they are gathered.
 
     Args:
@@ -121,12 +122,12 @@ def keep_gathered(units: Iterable[FullyShardedDataParallel], before_call: Callab
             handle.__dict__[_HOOKS_OF_MODULES] = [module.register_forward_pre_hook(hook) for module in modules]
 
 
-def is_kept(unit: FullyShardedDataParallel) -> bool:
+def is_kept(unit: FSDP) -> bool:
     """Whether :func:`keep_gathered` holds for a unit."""
     return "reshard" in vars(handle_of(unit))
 
 
-def was_kept(unit: FullyShardedDataParallel) -> bool:
+def was_kept(unit: FSDP) -> bool:
     """Whether a unit was freed after :func:`keep_gathered` had kept it."""
     return _WAS_KEPT in vars(handle_of(unit))
 
@@ -137,7 +138,7 @@ def _show_shards(handle_ref: weakref.ref[Any], free_unsharded_flat_param: bool) 
     type(handle).reshard(handle, free_unsharded_flat_param=False)
 
 
-def release_views(unit: FullyShardedDataParallel) -> None:
+def release_views(unit: FSDP) -> None:
     """Release views of the gathered flat parameter, unless a backward pass still needs them.
 
     They keep it alive through autograd, which Python's garbage collector can't see: no model would ever be freed.
@@ -150,8 +151,8 @@ def release_views(unit: FullyShardedDataParallel) -> None:
         flat._tensors[:] = [None] * len(flat._tensors)
     if handle._use_orig_params:  # modules hold parameters again, and no views
         return
-    names = zip(flat._param_infos, user_names_of(handle), strict=True)
-    user_names = {(info.module, info.param_name): name for info, name in names}
+    infos_and_names = zip(flat._param_infos, handle.user_names, strict=True)
+    user_names = {(info.module, info.param_name): name for info, name in infos_and_names}
     for info in flat._shared_param_infos:
         user_names[info.module, info.param_name] = user_names[info.prim_module, info.prim_param_name]
     for (module, attribute), name in user_names.items():

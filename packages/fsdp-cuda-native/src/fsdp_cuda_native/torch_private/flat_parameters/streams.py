@@ -2,9 +2,9 @@
 
 FSDP1 gathers in streams of its own. These wait for the current stream in ``_root_pre_forward``, when the root's forward
 pass begins, and not again: what a step writes to pieces after that would be gathered too early. With ``cpu_offload``,
-``FlatParamHandle.pre_unshard`` copies a shard from host memory to the device, and the host may write to the shard before
-it is copied; and ``prepare_gradient_for_backward`` loses a reduced gradient that is in host memory. The methods of
-:class:`HandleWithStreams` wait, and keep that gradient. The CPU has no streams, and nothing to offload.
+``FlatParamHandle.pre_unshard`` copies a shard from host memory to the device, and the host may write to the shard
+before it is copied; and ``prepare_gradient_for_backward`` loses a reduced gradient that is in host memory. The methods
+of :class:`HandleWithStreams` wait, and keep that gradient. The CPU has no streams, and nothing to offload.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,29 +22,7 @@ from torch.distributed.fsdp._flat_param import FlatParamHandle
 from fsdp_core import UnsupportedCapabilityError
 from fsdp_core.sharding import count_piece_writes, outside_of_compilation
 
-__all__ = ["HandleWithStreams", "order_gathers"]
-
-#: The attribute of a handle on an accelerator with a weak reference to its unit.
-_UNIT = "_fsdp_cuda_native_unit"
-#: The attribute of such a handle with the event at which its shard is copied from host memory.
-_COPIED = "_fsdp_cuda_native_copied"
-
-#: The :func:`count_piece_writes` that the streams of FSDP1's gathers have waited for; a list, so that it can be set.
-_ordered_writes = [0]
-
-
-def order_gathers(handle: Any, unit: nn.Module) -> None:
-    """Let FSDP1's streams on an accelerator wait for what a step has written to pieces and to their gradients.
-
-    Args:
-        handle: The handle of the unit's flat parameter, a :class:`HandleWithStreams`.
-        unit: The unit.
-    """
-    if handle.device.type != "cpu":
-        vars(handle)[_UNIT] = weakref.ref(unit)
-        if handle._offload_params:
-            vars(unit)["_apply"] = MethodType(_convert_offloaded, unit)
-            unit.register_forward_hook(partial(_wait_for_copy, weakref.ref(handle)))
+__all__ = ["HandleWithStreams"]
 
 
 def _convert_offloaded(unit: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -61,34 +39,52 @@ def _convert_offloaded(unit: Any, fn: Callable[[Tensor], Tensor], recurse: bool 
 @outside_of_compilation
 def _wait_for_copy(handle_ref: weakref.ref[Any], *_: Any) -> None:
     """Let the host wait until a shard in its memory is copied: else the copy could hold what it writes next."""
-    copied = vars(handle_ref()).pop(_COPIED, None)
-    if copied is not None:
-        copied.synchronize()
+    handle = handle_ref()
+    if handle is not None and handle.copied is not None:
+        handle.copied.synchronize()
+        handle.copied = None
 
 
 class HandleWithStreams(FlatParamHandle):
-    """A handle that does what FSDP1's does, and waits where that does not."""
+    """A handle that does what FSDP1's does, and waits where that does not. FSDP1's own get this class.
+
+    Attributes:
+        unit_ref: The unit, on an accelerator; ``None`` on the CPU.
+        copied: The event at which the shard is copied from host memory, until the host has waited for it.
+        ordered_writes: The :func:`count_piece_writes` that the streams of FSDP1's gathers have waited for.
+    """
+
+    unit_ref: weakref.ref[Any] | None = None
+    copied: Any = None
+    ordered_writes: ClassVar[int] = 0
+
+    def order_gathers(self, unit: nn.Module) -> None:
+        """Let FSDP1's streams on an accelerator wait for what a step has written to pieces and to their gradients."""
+        if self.device.type != "cpu":
+            self.unit_ref = weakref.ref(unit)
+            if self._offload_params:
+                vars(unit)["_apply"] = MethodType(_convert_offloaded, unit)
+                unit.register_forward_hook(partial(_wait_for_copy, weakref.ref(self)))
 
     def _unit_with_streams(self) -> Any:
         """The unit, on an accelerator and once its root has been called; else ``None``."""
-        unit_ref = vars(self).get(_UNIT)
-        unit = None if unit_ref is None else unit_ref()
+        unit = None if self.unit_ref is None else self.unit_ref()
         return unit if hasattr(unit, "_default_stream") else None
 
     @outside_of_compilation
     def pre_unshard(self) -> bool:
-        if _UNIT not in self.__dict__:
+        if self.unit_ref is None:
             return bool(super().pre_unshard())
         unit = self._unit_with_streams()
         writes = count_piece_writes()
-        if unit is not None and writes != _ordered_writes[0]:
-            _ordered_writes[0] = writes
+        if unit is not None and writes != HandleWithStreams.ordered_writes:
+            HandleWithStreams.ordered_writes = writes
             for stream in (unit._pre_unshard_stream, unit._unshard_stream):
                 stream.wait_stream(unit._default_stream)
         has_queued = bool(super().pre_unshard())
         if self._offload_params:
-            self.__dict__[_COPIED] = self._device_handle.current_stream().record_event()
-            unit, flat = self._unit_with_streams(), self.flat_param
+            self.copied = self._device_handle.current_stream().record_event()
+            flat = self.flat_param
             if not self.uses_sharded_strategy and unit is not None and flat.device == self.device:
                 # FSDP1 has copied it to the device on this stream, and frees it while the default one still computes
                 flat.data.record_stream(unit._default_stream)

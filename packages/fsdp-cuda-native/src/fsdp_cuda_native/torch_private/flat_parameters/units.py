@@ -4,37 +4,39 @@ FSDP1 wraps each unit in a ``FullyShardedDataParallel``, whose ``FlatParamHandle
 parameters of the unit, one after the other. The flat parameter is *sharded* while its data is ``_local_shard``, this
 rank's consecutive elements, and *gathered* while it has the elements of all ranks. With ``use_orig_params=True``
 optimizers hold the original parameters (``_params``), which are views of the shard; else they hold the flat parameter
-itself. None of this can be asked by public names.
+itself. While a unit is gathered, its modules hold views of the flat parameter instead of parameters: FSDP1 puts them
+there in ``_use_unsharded_views``, as plain tensors, and puts the parameters back in ``_use_sharded_views``. None of
+this can be asked by public names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from fsdp_core.sharding import GatheredValue
 
 __all__ = [
     "FlatMember",
+    "ParameterView",
     "flat_members",
-    "flat_parameter_of",
+    "gathered_views",
     "handle_of",
     "is_in_backward",
     "is_sharded",
     "is_trained",
-    "set_user_names",
-    "shard_group",
+    "lacks_views",
+    "needs_gradient",
+    "shows_parameters",
     "tied_members",
     "units_in_passes",
     "units_of",
-    "user_names_of",
 ]
-
-#: The attribute of a handle with the user's names of its parameters.
-_USER_NAMES = "_fsdp_cuda_native_names"
 
 #: Whether a parameter of the user's requires a gradient.
 is_trained = attrgetter("requires_grad")
@@ -58,7 +60,7 @@ class FlatMember:
         is_flat: Whether ``optimizer_param`` is 1-D; without sharding a parameter keeps its shape.
     """
 
-    unit: FullyShardedDataParallel
+    unit: FSDP
     owner: nn.Module
     attribute: str
     shape: tuple[int, ...]
@@ -72,58 +74,36 @@ class FlatMember:
     is_flat: bool
 
 
-def units_of(root: FullyShardedDataParallel) -> Iterator[FullyShardedDataParallel]:
+def units_of(root: FSDP) -> Iterator[FSDP]:
     """The units of a root that hold parameters, including the root itself."""
     # the same as FSDP1's own fsdp_modules(), which is several times slower
-    units = [module for module in root.modules() if isinstance(module, FullyShardedDataParallel)]
+    units = [module for module in root.modules() if isinstance(module, FSDP)]
     return (unit for unit in units if handle_of(unit) is not None)
 
 
-def units_in_passes(root: FullyShardedDataParallel) -> list[FullyShardedDataParallel]:
+def units_in_passes(root: FSDP) -> list[FSDP]:
     """The units that FSDP1 has found in a root when it initialised it: those that it visits at the end of a pass."""
     state: Any = root
     return [unit for unit in state._all_fsdp_states if unit._handle is not None]
 
 
-def handle_of(unit: FullyShardedDataParallel) -> Any:
+def handle_of(unit: FSDP) -> Any:
     """The handle of a unit's flat parameter; ``None`` for a unit without parameters."""
     return unit._handle
 
 
-def flat_parameter_of(unit: FullyShardedDataParallel) -> Tensor:
-    """The flat parameter of a unit that has one."""
-    flat: Tensor = handle_of(unit).flat_param
-    return flat
-
-
-def is_sharded(unit: FullyShardedDataParallel) -> bool:
+def is_sharded(unit: FSDP) -> bool:
     """Whether ranks hold different parts of a unit's parameters."""
     return bool(handle_of(unit).uses_sharded_strategy)
 
 
-def shard_group(root: FullyShardedDataParallel) -> Any:
-    """The process group whose ranks together hold one copy of the parameters."""
-    return root.process_group
-
-
-def is_in_backward(root: FullyShardedDataParallel) -> bool:
+def is_in_backward(root: FSDP) -> bool:
     """Whether a backward pass of the root has begun and not ended: it runs, or an exception has interrupted it."""
     state: Any = root
     return bool(getattr(state, "_post_backward_callback_queued", False))
 
 
-def set_user_names(handle: Any, names: Sequence[str]) -> None:
-    """Record the user's names of the parameters in a flat parameter, in its order, for messages."""
-    vars(handle)[_USER_NAMES] = names
-
-
-def user_names_of(handle: Any) -> Sequence[str]:
-    """What :func:`set_user_names` has recorded."""
-    names: Sequence[str] = vars(handle)[_USER_NAMES]
-    return names
-
-
-def flat_members(unit: FullyShardedDataParallel) -> Iterator[FlatMember]:
+def flat_members(unit: FSDP) -> Iterator[FlatMember]:
     """The parameters that a unit has flattened. The unit must be sharded, not gathered.
 
     Yields:
@@ -131,11 +111,9 @@ def flat_members(unit: FullyShardedDataParallel) -> Iterator[FlatMember]:
     """
     handle = handle_of(unit)
     flat = handle.flat_param
-    replica_group = getattr(unit, "_inter_node_pg", None)
-    if not handle.uses_sharded_strategy:
-        replica = shard_group(unit).rank()
-    else:
-        replica = replica_group.rank() if replica_group is not None else 0
+    # without sharding each rank has a replica; hybrid sharding has a group of those that hold the same elements
+    replica_group = getattr(unit, "_inter_node_pg", None) if handle.uses_sharded_strategy else unit.process_group
+    replica = 0 if replica_group is None else replica_group.rank()
     infos = zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True)
     for index, (param_info, shape, shard_info) in enumerate(infos):
         offset = shard_info.offset_in_shard or 0  # None where this rank has no element of the parameter
@@ -155,7 +133,64 @@ def flat_members(unit: FullyShardedDataParallel) -> Iterator[FlatMember]:
         )
 
 
-def tied_members(unit: FullyShardedDataParallel) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
+def tied_members(unit: FSDP) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
     """A unit's tied parameters: each further module and name of one, then the module and name that come first."""
     for info in handle_of(unit).flat_param._shared_param_infos:
         yield info.module, info.param_name, info.prim_module, info.prim_param_name
+
+
+@dataclass(frozen=True)
+class ParameterView:
+    """Where a module holds a view of one of its parameters while the unit is gathered.
+
+    Attributes:
+        value: What core knows of the gathered parameter: whether it was written to, and whether it is trained.
+        module: The module.
+        attribute: The name of the parameter in the module.
+    """
+
+    value: GatheredValue
+    module: nn.Module
+    attribute: str
+
+    def find(self) -> Any:
+        """What the module holds under the name: a view, the parameter, a user's tensor, or ``None``."""
+        attributes = self.module.__dict__
+        tensor: Any = attributes["_parameters"].get(self.attribute)
+        return attributes.get(self.attribute) if tensor is None else tensor
+
+    def is_followed(self, tensor: Any) -> bool:
+        """Whether core follows a tensor as a view of this parameter."""
+        return getattr(tensor, "_fsdp_value", None) is self.value
+
+
+def shows_parameters(unit: FSDP) -> bool:
+    """Whether a unit's modules hold the optimizer's parameters, and not views of the gathered flat parameter."""
+    handle = handle_of(unit)
+    flat = handle.flat_param
+    first = flat._param_infos[0]
+    return bool(handle._use_orig_params and first.module._parameters.get(first.param_name) is flat._params[0])
+
+
+def gathered_views(unit: FSDP) -> Iterator[tuple[Tensor, nn.Parameter]]:
+    """The views that a unit's modules hold instead of the original parameters; none where FSDP1 keeps no originals.
+
+    Yields:
+        The view, and the optimizer's parameter that it stands for.
+    """
+    handle = handle_of(unit)
+    flat = handle.flat_param
+    for index, info in enumerate(flat._param_infos):
+        view = info.module._parameters.get(info.param_name)
+        if handle._use_orig_params and view is not None and view is not flat._params[index]:
+            yield view, flat._params[index]
+
+
+def lacks_views(handle: Any) -> bool:
+    """Whether FSDP1 has dropped the views that the forward pass has computed with, at the end of another pass."""
+    return handle._use_orig_params and any(tensor is None for tensor in handle.flat_param._tensors)
+
+
+def needs_gradient(view: Any) -> bool:
+    """Whether autograd records what is computed with a view; its ``requires_grad`` is that of the user's parameter."""
+    return bool(Tensor.requires_grad.__get__(view))  # type: ignore[attr-defined]

@@ -1,10 +1,10 @@
 """Writes to parameters between their forward pass and their backward pass.
 
 In one process autograd saves the parameter, and torch raises in the backward pass if it was written to since. FSDP1
-gathers in ``_pre_backward_hook`` whatever the shard holds by then, in new memory whose count of writes says nothing: the
-gradient would be that of other values, without a word. Here writes to the shards are counted at the end of a unit's call
-and again in the backward pass. A parameter that was written to is refused if the graph needs it: its values are among
-those that autograd nodes have saved.
+gathers in ``_pre_backward_hook`` whatever the shard holds by then, in new memory whose count of writes says nothing:
+the gradient would be that of other values, without a word. Here writes to the shards are counted at the end of a unit's
+call and again in the backward pass. A parameter that was written to is refused if the graph needs it: its values are
+among those that autograd nodes have saved.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from fsdp_core import ShardingError
 from fsdp_core.sharding import count_data_writes, times_written, without_torch_function
-from fsdp_cuda_native.torch_private.flat_parameters.units import handle_of, user_names_of
+from fsdp_cuda_native.torch_private.flat_parameters.units import handle_of
 
 __all__ = ["count_writes", "count_writes_to_each", "refuse_written_since"]
 
@@ -30,7 +30,7 @@ _version = attrgetter("_version")
 _SHOWS_SAVED = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
 
 
-def count_writes(unit: FullyShardedDataParallel) -> int:
+def count_writes(unit: FSDP) -> int:
     """How often the optimizer's parameters of a unit were written to, writes through ``.data`` of pieces included."""
     flat = handle_of(unit).flat_param
     params = flat._params or [flat]
@@ -38,14 +38,14 @@ def count_writes(unit: FullyShardedDataParallel) -> int:
         return sum(map(times_written, params)) + count_data_writes(params)
 
 
-def count_writes_to_each(unit: FullyShardedDataParallel) -> list[int]:
+def count_writes_to_each(unit: FSDP) -> list[int]:
     """How often each original parameter of a unit was written to, by torch's count."""
     flat = handle_of(unit).flat_param
     with without_torch_function():  # parameters may be guarded
         return list(map(_version, flat._params or ()))
 
 
-def refuse_written_since(unit: FullyShardedDataParallel, counts_at_call: list[int]) -> None:
+def refuse_written_since(unit: FSDP, counts_at_call: list[int]) -> None:
     """Refuse a backward pass that would gather other values than its graph was computed with.
 
     Args:
@@ -60,7 +60,7 @@ def refuse_written_since(unit: FullyShardedDataParallel, counts_at_call: list[in
         return
     written_indices = [index for index, count in enumerate(counts_at_call) if count != counts[index]]
     if needed_indices := _find_saved(unit, written_indices):
-        names = [repr(user_names_of(handle_of(unit))[index]) for index in needed_indices]
+        names = [repr(handle_of(unit).user_names[index]) for index in needed_indices]
         were = f"{names[0]} was" if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]} were"
         raise ShardingError(
             f"{were} written to between the forward pass and this backward pass, which computes with the values: by an "
@@ -70,7 +70,7 @@ def refuse_written_since(unit: FullyShardedDataParallel, counts_at_call: list[in
         )
 
 
-def _find_saved(unit: FullyShardedDataParallel, indices: Sequence[int]) -> list[int]:
+def _find_saved(unit: FSDP, indices: Sequence[int]) -> list[int]:
     """Which of a unit's parameters are saved by the running autograd node or by those that run after it.
 
     Parameters that the graph has saved by hooks, such as copies on the host, are not among them.

@@ -1,16 +1,17 @@
 """Backward passes that FSDP1 does not expect: inside a forward pass, inside another one, or without gradients to keep.
 
-FSDP1 expects each backward pass to begin at what the root has returned (``_pre_backward_hook``), to reach the output of a
-unit before the unit's parameters, and to add to their gradients. A pass that does otherwise finds units freed, leaves
+FSDP1 expects each backward pass to begin at what the root has returned (``_pre_backward_hook``), to reach the output of
+a unit before the unit's parameters, and to add to their gradients. A pass that does otherwise finds units freed, leaves
 them in states that the next call takes for errors, or loses gradients. Four kinds do:
 
-- ``torch.autograd.grad`` adds to no parameter's gradient. FSDP1 would set the gradients of the last step aside, and give
-  them back only at the end of a pass of the whole root. Here units are gathered, and reduce nothing.
-- A backward pass may begin inside the root's forward pass. Here one of the root is begun; the forward pass then goes on.
+- ``torch.autograd.grad`` adds to no parameter's gradient. FSDP1 would set the gradients of the last step aside, and
+  give them back only at the end of a pass of the whole root. Here units are gathered, and reduce nothing.
+- A backward pass may begin inside the root's forward pass. Here one of the root is begun; the forward pass then goes
+  on.
 - A pass may reach a unit, or its parameters, without passing through the root's output. Here, too, one of the root is
   begun.
-- With ``create_graph=True`` a pass records a graph of its own. That holds parameters, and calls no hook of FSDP1 when it
-  is differentiated: all units stay gathered until they are resharded explicitly.
+- With ``create_graph=True`` a pass records a graph of its own. That holds parameters, and calls no hook of FSDP1 when
+  it is differentiated: all units stay gathered until they are resharded explicitly.
 """
 
 from __future__ import annotations
@@ -24,26 +25,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 from torch.distributed.fsdp._runtime_utils import _post_forward_reshard, _pre_backward_hook, _unshard
 
 from fsdp_core import UnsupportedCapabilityError
 from fsdp_core.sharding import guard_parameters, is_accumulated, outside_of_compilation, unguard_parameters
 from fsdp_core.state import gathered_modules
-from fsdp_cuda_native.torch_private.flat_parameters.reduction_hooks import (
-    new_nodes_of,
-    nodes_of,
-    reduce_at,
-    reduce_at_last_node,
-)
+from fsdp_cuda_native.torch_private.flat_parameters import reduction_hooks
+from fsdp_cuda_native.torch_private.flat_parameters.frozen import finish_frozen_units, follow_frozen
 from fsdp_cuda_native.torch_private.flat_parameters.resharding import keep_gathered
-from fsdp_cuda_native.torch_private.flat_parameters.units import handle_of, is_in_backward, units_of
-from fsdp_cuda_native.torch_private.flat_parameters.views import lacks_views, shows_parameters
+from fsdp_cuda_native.torch_private.flat_parameters.units import (
+    handle_of,
+    is_in_backward,
+    lacks_views,
+    shows_parameters,
+    units_of,
+)
 from fsdp_cuda_native.torch_private.flat_parameters.written_shards import count_writes_to_each, refuse_written_since
-from fsdp_cuda_native.torch_private.passes.frozen_units import finish_frozen_units, follow_frozen
 from fsdp_cuda_native.torch_private.passes.unit_calls import tensors_in
-from fsdp_cuda_native.torch_private.passes.waiting_gradients import queue_reduction_of_waiting
+from fsdp_cuda_native.torch_private.passes.unvisited_units import queue_waiting
 
 __all__ = ["NestedPasses"]
 
@@ -59,9 +60,7 @@ class NestedPasses:
         begin_inside: Begins a backward pass of the root inside its running forward pass.
     """
 
-    def __init__(
-        self, root: FullyShardedDataParallel, is_running: Callable[[], bool], begin_inside: Callable[[], None]
-    ) -> None:
+    def __init__(self, root: FSDP, is_running: Callable[[], bool], begin_inside: Callable[[], None]) -> None:
         self._root = weakref.ref(root)
         self.units = weakref.WeakSet({root, *units_of(root)})
         self._is_running = is_running
@@ -75,7 +74,7 @@ class NestedPasses:
         #: The running passes that add to no gradient.
         self._tasks_without_gradients: set[int] = set()
         #: The last pass that has reached a unit.
-        self._task_of_unit = weakref.WeakKeyDictionary[FullyShardedDataParallel, int]()
+        self._task_of_unit = weakref.WeakKeyDictionary[FSDP, int]()
         self_ref = weakref.ref(self)
         for unit in self.units:
             unit.module.register_forward_hook(partial(_watch_output, self_ref, weakref.ref(unit)))
@@ -97,12 +96,14 @@ class NestedPasses:
         if task != self._last_task:
             for unit in self.units:
                 follow_frozen(unit)
-            nodes = chain(further_nodes, (node for unit in self.units for node in nodes_of(unit)))
+            nodes = chain(further_nodes, (node for unit in self.units for node in reduction_hooks.nodes_of(unit)))
             # FSDP1 forgets all nodes at the end of another pass, such as one in a hook of this one's loss
             units_without_nodes = filter(_lacks_nodes, self.units)
             self._adds_gradients = any(is_accumulated(handle_of(unit).flat_param) for unit in units_without_nodes)
             self._last_task = task
-        if not self._adds_gradients:  # the answer may be another with further nodes: earlier ones may be of frozen units
+        if (
+            not self._adds_gradients
+        ):  # the answer may be another with further nodes: earlier ones may be of frozen units
             self._adds_gradients = any(map(torch._C._will_engine_execute_node, nodes))
         return self._adds_gradients
 
@@ -118,14 +119,14 @@ class NestedPasses:
         if root is not None and not is_in_backward(root):
             self._outer_task = self._task_of_unit[root] = torch._C._current_graph_task_id()
 
-    def watch_tensors(self, unit: FullyShardedDataParallel, tensors: Iterable[Tensor]) -> None:
+    def watch_tensors(self, unit: FSDP, tensors: Iterable[Tensor]) -> None:
         """Prepare for backward passes that reach a unit at tensors which leave its call."""
         passes_ref = weakref.ref(self)
         unit_ref = weakref.ref(unit)
         has_params = handle_of(unit) is not None
         counts_at_call = count_writes_to_each(unit) if has_params else None
         # a root without parameters of its own stands for all units
-        nodes = [node for each in ([unit] if has_params else self.units) for node in nodes_of(each)]
+        nodes = [node for each in ([unit] if has_params else self.units) for node in reduction_hooks.nodes_of(each)]
 
         def prepare(_: Tensor) -> None:
             passes, unit = passes_ref(), unit_ref()
@@ -138,7 +139,7 @@ class NestedPasses:
             if tensor.requires_grad:
                 tensor.register_hook(prepare)
 
-    def prepare(self, unit: FullyShardedDataParallel, nodes: Iterable[Any]) -> None:
+    def prepare(self, unit: FSDP, nodes: Iterable[Any]) -> None:
         """Prepare for a backward pass that has reached a unit.
 
         Args:
@@ -167,7 +168,7 @@ class NestedPasses:
             torch.autograd.Variable._execution_engine.queue_callback(end)
         _gather_for_pass(unit)
 
-    def _prepare_root(self, root: FullyShardedDataParallel, unit: FullyShardedDataParallel) -> None:
+    def _prepare_root(self, root: FSDP, unit: FSDP) -> None:
         """Begin a pass of the root, unless it has begun; and end as one of the root a pass that runs inside one.
 
         Args:
@@ -185,13 +186,13 @@ class NestedPasses:
         if self._is_running():
             self._begin_inside()
         elif unit is not root:  # FSDP1 begins the pass itself where it has reached the root
-            queue_reduction_of_waiting(root)
+            queue_waiting(root)
             torch.autograd.Variable._execution_engine.queue_callback(partial(finish_frozen_units, root))
             if handle_of(root) is not None:  # an earlier call of prepare() may have found that it adds no gradients
                 handle_of(root)._ran_pre_backward_hook = False
             _pre_backward_hook(root, root.module, handle_of(root), None)
 
-    def _prepare_unit(self, unit: FullyShardedDataParallel) -> None:
+    def _prepare_unit(self, unit: FSDP) -> None:
         """Gather a unit for the running pass, or let FSDP1 do that in a hook of its own, which comes next."""
         handle = handle_of(unit)
         if handle is None:
@@ -225,15 +226,15 @@ class NestedPasses:
         if not _is_gathered(handle) or shows_parameters(root):
             _gather(root, makes_views=True)
         if self.follows_calls():  # under mixed precision, what is gathered anew adds to the gradient at another node
-            reduce_at_last_node(root)
+            reduction_hooks.reduce_at_last_node(root)
             self.watch_new_nodes(root)
 
-    def watch_new_nodes(self, unit: FullyShardedDataParallel) -> None:
+    def watch_new_nodes(self, unit: FSDP) -> None:
         """Prepare for backward passes that reach a unit at nodes that have come to add to its gradient."""
-        for node in new_nodes_of(unit):
+        for node in reduction_hooks.new_nodes_of(unit):
             node.register_prehook(partial(_prepare_at_node, weakref.ref(self), weakref.ref(unit)))
 
-    def prepare_at_node(self, unit: FullyShardedDataParallel, node: Any) -> None:
+    def prepare_at_node(self, unit: FSDP, node: Any) -> None:
         """Prepare for a backward pass that is about to add to a unit's gradient, and may not have passed its output."""
         handle = handle_of(unit)
         if not handle.flat_param.requires_grad:  # frozen since the call: the node adds nothing
@@ -243,7 +244,7 @@ class NestedPasses:
         if not _is_prepared(handle) or self._task_of_unit.get(unit) != torch._C._current_graph_task_id():
             self.prepare(unit, [node])
             _pre_backward_hook(unit, unit.module, handle, None)
-        reduce_at(unit, node)
+        reduction_hooks.reduce_at(unit, node)
 
 
 def _recorded_refusal() -> UnsupportedCapabilityError:
@@ -255,10 +256,10 @@ def _recorded_refusal() -> UnsupportedCapabilityError:
     )
 
 
-def _lacks_nodes(unit: FullyShardedDataParallel) -> bool:
+def _lacks_nodes(unit: FSDP) -> bool:
     """Whether a unit is trained, but FSDP1 knows no node that adds to its gradient."""
     handle = handle_of(unit)
-    return handle is not None and handle.flat_param.requires_grad and not nodes_of(unit)
+    return handle is not None and handle.flat_param.requires_grad and not reduction_hooks.nodes_of(unit)
 
 
 def _is_prepared(handle: Any) -> bool:
@@ -272,7 +273,7 @@ def _is_gathered(handle: Any) -> bool:
     return not handle.uses_sharded_strategy or flat.data_ptr() != flat._local_shard.data_ptr()
 
 
-def _gather(unit: FullyShardedDataParallel, *, makes_views: bool = False) -> None:
+def _gather(unit: FSDP, *, makes_views: bool = False) -> None:
     """Gather a unit for a backward pass.
 
     Args:
@@ -290,7 +291,7 @@ def _gather(unit: FullyShardedDataParallel, *, makes_views: bool = False) -> Non
 
 
 @outside_of_compilation
-def _gather_to_recompute(unit_ref: weakref.ref[FullyShardedDataParallel], module: nn.Module, args: Any) -> None:
+def _gather_to_recompute(unit_ref: weakref.ref[FSDP], module: nn.Module, args: Any) -> None:
     """Gather a unit for a call of a module inside a backward pass, such as activation checkpointing makes."""
     unit = unit_ref()
     if unit is not None and torch._C._current_graph_task_id() != -1 and shows_parameters(unit):
@@ -316,7 +317,7 @@ class _StateBefore:
     guarded: Sequence[Tensor]
 
 
-def _gather_for_pass(unit: FullyShardedDataParallel) -> None:
+def _gather_for_pass(unit: FSDP) -> None:
     """Gather a unit until the end of a backward pass that adds to no gradients, and let FSDP1 do nothing in it."""
     state: Any = unit
     handle = handle_of(unit)  # ``None`` for a root without parameters of its own
@@ -344,7 +345,7 @@ def _gather_for_pass(unit: FullyShardedDataParallel) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(partial(_restore_state, unit, before))
 
 
-def _restore_state(unit: FullyShardedDataParallel, before: _StateBefore) -> None:
+def _restore_state(unit: FSDP, before: _StateBefore) -> None:
     """Leave a unit as it was before :func:`_gather_for_pass`."""
     state: Any = unit
     handle = handle_of(unit)
@@ -365,11 +366,7 @@ def _restore_state(unit: FullyShardedDataParallel, before: _StateBefore) -> None
 
 @outside_of_compilation
 def _watch_output(
-    passes_ref: weakref.ref[NestedPasses],
-    unit_ref: weakref.ref[FullyShardedDataParallel],
-    module: nn.Module,
-    args: Any,
-    output: Any,
+    passes_ref: weakref.ref[NestedPasses], unit_ref: weakref.ref[FSDP], module: nn.Module, args: Any, output: Any
 ) -> None:
     passes, unit = passes_ref(), unit_ref()
     if passes is not None and unit is not None and passes.follows_calls():
@@ -378,19 +375,14 @@ def _watch_output(
 
 @outside_of_compilation
 def _watch_new_nodes(
-    passes_ref: weakref.ref[NestedPasses],
-    unit_ref: weakref.ref[FullyShardedDataParallel],
-    module: nn.Module,
-    args: Any,
+    passes_ref: weakref.ref[NestedPasses], unit_ref: weakref.ref[FSDP], module: nn.Module, args: Any
 ) -> None:
     passes, unit = passes_ref(), unit_ref()
     if passes is not None and unit is not None and passes.follows_calls():
         passes.watch_new_nodes(unit)
 
 
-def _prepare_at_node(
-    passes_ref: weakref.ref[NestedPasses], unit_ref: weakref.ref[FullyShardedDataParallel], gradients: Any
-) -> None:
+def _prepare_at_node(passes_ref: weakref.ref[NestedPasses], unit_ref: weakref.ref[FSDP], gradients: Any) -> None:
     passes, unit = passes_ref(), unit_ref()
     if passes is not None and unit is not None:
         passes.prepare_at_node(unit, torch._C._current_autograd_node())

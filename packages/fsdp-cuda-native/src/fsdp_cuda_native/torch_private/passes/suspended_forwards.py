@@ -19,28 +19,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import _runtime_utils
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
-from torch.distributed.fsdp._runtime_utils import (
-    _post_backward_hook,
-    _post_forward,
-    _post_forward_reshard,
-    _pre_backward_hook,
-    _pre_forward,
-    _pre_forward_unshard,
-    _root_pre_forward,
-)
 
-from fsdp_cuda_native.torch_private.flat_parameters.reduction_hooks import (
-    drop_hook,
-    drop_unfit_hook,
-    nodes_of,
-    waits_for_gradient,
-)
+from fsdp_cuda_native.torch_private.flat_parameters import reduction_hooks
+from fsdp_cuda_native.torch_private.flat_parameters.frozen import finish_frozen_units, restore_saved_gradients
 from fsdp_cuda_native.torch_private.flat_parameters.resharding import reshard
 from fsdp_cuda_native.torch_private.flat_parameters.units import handle_of, units_of
-from fsdp_cuda_native.torch_private.passes.frozen_units import finish_frozen_units, restore_saved_gradients
-from fsdp_cuda_native.torch_private.passes.waiting_gradients import queue_reduction_of_waiting, reduce_waiting_after
+from fsdp_cuda_native.torch_private.passes.unvisited_units import queue_waiting, reduce_waiting_after
 
 __all__ = [
     "PendingUnit",
@@ -67,12 +54,12 @@ class PendingUnit:
         hook: Our hook at the node, which reduces the gradient. FSDP1 removes its own after the first backward pass.
     """
 
-    unit: FullyShardedDataParallel
+    unit: FSDP
     node: Any | None
     hook: Any | None = None
 
 
-def suspend_forward(root: FullyShardedDataParallel, loss: Tensor | None, pending: list[PendingUnit]) -> None:
+def suspend_forward(root: FSDP, loss: Tensor | None, pending: list[PendingUnit]) -> None:
     """End the root's part of a running forward pass, as if the root had returned ``loss``.
 
     Args:
@@ -84,18 +71,18 @@ def suspend_forward(root: FullyShardedDataParallel, loss: Tensor | None, pending
         handle = handle_of(unit)
         flat = handle.flat_param
         handle._reset_flat_param_grad_info_if_needed()
-        drop_unfit_hook(flat)
-        node = flat._post_backward_hook_state[0] if waits_for_gradient(flat) else None
+        reduction_hooks.drop_unfit_hook(flat)
+        node = flat._post_backward_hook_state[0] if reduction_hooks.waits_for_gradient(flat) else None
         is_known = any(entry.unit is unit and entry.node is node for entry in pending)
         if not is_known and (node is not None or handle._needs_pre_backward_unshard):
             pending.append(PendingUnit(unit=unit, node=node))
     if root.training_state == TrainingState.FORWARD_BACKWARD:
         leave_gradients(root)
         reduce_waiting_after(root, loss)
-        _post_forward(root, handle_of(root), _post_forward_reshard, root, None, loss)
+        _runtime_utils._post_forward(root, handle_of(root), _runtime_utils._post_forward_reshard, root, None, loss)
 
 
-def resume_forward(root: FullyShardedDataParallel, pending: list[PendingUnit]) -> None:
+def resume_forward(root: FSDP, pending: list[PendingUnit]) -> None:
     """Begin the root's part of a forward pass again, with the parameters' current values.
 
     Args:
@@ -106,9 +93,9 @@ def resume_forward(root: FullyShardedDataParallel, pending: list[PendingUnit]) -
         reshard(unit)  # a unit that was prefetched for a backward pass but not used would look modified
         restore_saved_gradients([handle_of(unit).flat_param])
     if handle_of(root) is not None:
-        drop_hook(handle_of(root).flat_param)
-    _root_pre_forward(root, root, (), {})
-    _pre_forward(root, handle_of(root), _pre_forward_unshard, root, (), {})
+        reduction_hooks.drop_hook(handle_of(root).flat_param)
+    _runtime_utils._root_pre_forward(root, root, (), {})
+    _runtime_utils._pre_forward(root, handle_of(root), _runtime_utils._pre_forward_unshard, root, (), {})
     for entry in pending:
         if entry.unit is not root:
             handle_of(entry.unit)._needs_pre_backward_unshard = True
@@ -116,33 +103,31 @@ def resume_forward(root: FullyShardedDataParallel, pending: list[PendingUnit]) -
             entry.hook = entry.node.register_hook(partial(_reduce_once, entry.unit, entry.node))
 
 
-def _reduce_once(unit: FullyShardedDataParallel, node: Any, *gradients: Any) -> None:
+def _reduce_once(unit: FSDP, node: Any, *gradients: Any) -> None:
     """Reduce a unit's gradient at a node, unless FSDP1's hook at the same node must be the only one.
 
     Usually a second reduction finds nothing to reduce. But where users' hooks are called, FSDP1 has already given
     parameters their gradients.
     """
     handle = handle_of(unit)
-    if not (handle._has_optim_in_backward and any(last_node is node for last_node in nodes_of(unit))):
-        _post_backward_hook(unit, handle, *gradients)
+    if not (handle._has_optim_in_backward and any(last_node is node for last_node in reduction_hooks.nodes_of(unit))):
+        _runtime_utils._post_backward_hook(unit, handle, *gradients)
 
 
-def forget_pending(root: FullyShardedDataParallel, pending: list[PendingUnit]) -> None:
+def forget_pending(root: FSDP, pending: list[PendingUnit]) -> None:
     """Stop all units from waiting for a backward pass.
 
     The next forward pass would reuse the nodes that they wait at, but under mixed precision it has other nodes.
     """
     for unit in units_of(root):
-        drop_hook(handle_of(unit).flat_param)
+        reduction_hooks.drop_hook(handle_of(unit).flat_param)
         handle_of(unit)._needs_pre_backward_unshard = False
     for entry in pending:
         if entry.hook is not None:
             entry.hook.remove()
 
 
-def begin_backward_inside(
-    root: FullyShardedDataParallel, suspend: Callable[[Tensor | None], None], resume: Callable[[], None]
-) -> None:
+def begin_backward_inside(root: FSDP, suspend: Callable[[Tensor | None], None], resume: Callable[[], None]) -> None:
     """Begin a backward pass of the root inside its forward pass, when the root has no output yet for hooks.
 
     Args:
@@ -154,13 +139,13 @@ def begin_backward_inside(
     with torch.enable_grad():  # a backward pass disables gradients
         suspend(None)
     expect_backward(root)
-    queue_reduction_of_waiting(root)
+    queue_waiting(root)
     queue_callback(partial(finish_frozen_units, root))
-    _pre_backward_hook(root, root.module, handle_of(root), None)
+    _runtime_utils._pre_backward_hook(root, root.module, handle_of(root), None)
     queue_callback(torch.enable_grad()(resume))  # the callback is called without gradients too
 
 
-def expect_backward(root: FullyShardedDataParallel) -> None:
+def expect_backward(root: FSDP) -> None:
     """Let a root whose forward pass is suspended begin a backward pass."""
     handle = handle_of(root)
     if handle is not None:
@@ -187,7 +172,7 @@ def note_hooks_of(loss: Tensor) -> Callable[[], None]:
     return remove_added
 
 
-def leave_gradients(root: FullyShardedDataParallel) -> None:
+def leave_gradients(root: FSDP) -> None:
     """Keep the end of a forward pass from restoring gradients that ``zero_grad()`` has cleared during it.
 
     FSDP1 shows the gradients of the shard when it frees a unit after a forward pass, and not when the unit is idle.
@@ -197,9 +182,9 @@ def leave_gradients(root: FullyShardedDataParallel) -> None:
 
 
 @contextmanager
-def no_reduction(root: FullyShardedDataParallel) -> Iterator[None]:
+def no_reduction(root: FSDP) -> Iterator[None]:
     """Like ``root.no_sync()``, which does not allow a backward pass inside the root's forward pass."""
-    units: list[Any] = FullyShardedDataParallel.fsdp_modules(root)
+    units: list[Any] = FSDP.fsdp_modules(root)
     settings = [unit._sync_gradients for unit in units]
     for unit in units:
         unit._sync_gradients = False
@@ -210,28 +195,28 @@ def no_reduction(root: FullyShardedDataParallel) -> Iterator[None]:
             unit._sync_gradients = setting
 
 
-def make_units_idle(root: FullyShardedDataParallel) -> None:
+def make_units_idle(root: FSDP) -> None:
     """Make units idle after an exception in a forward pass, and leave gradients unchanged."""
-    for unit in FullyShardedDataParallel.fsdp_modules(root):
+    for unit in FSDP.fsdp_modules(root):
         unit.training_state = TrainingState.IDLE
         if handle_of(unit) is not None:
             handle_of(unit)._training_state = HandleTrainingState.IDLE
 
 
-def reset_units(root: FullyShardedDataParallel) -> None:
+def reset_units(root: FSDP) -> None:
     """Make every unit idle and sharded after an exception in any pass. Gradients must have been dropped."""
     state: Any = root
     state._post_backward_callback_queued = False
     state._exec_order_data.next_iter()
     make_units_idle(root)
-    units: list[Any] = FullyShardedDataParallel.fsdp_modules(root)
+    units: list[Any] = FSDP.fsdp_modules(root)
     for unit in units:
         unit._sync_gradients = True
         handle = handle_of(unit)
         if handle is None:
             continue
         flat = handle.flat_param
-        drop_hook(flat)
+        reduction_hooks.drop_hook(flat)
         flat._post_backward_called = False
         handle._ran_pre_backward_hook = False
         handle._needs_pre_backward_unshard = False

@@ -1,11 +1,11 @@
 """The calls of a unit: where FSDP1 looks for the tensors that leave them, and calls that end by an exception.
 
-FSDP1 registers the hooks that begin a unit's backward pass (``_register_pre_backward_hooks``) on the tensors in what the
-unit returns; it looks into lists, dictionaries, dataclasses and sets, and not into objects or what a unit leaves in an
-attribute. Through such a tensor a backward pass would reach a unit whose parameters are freed. Core's
-:class:`~fsdp_core.sharding.UnitCalls` finds all tensors that leave a call, and they get the same hooks here. A call that
-ends by an exception leaves FSDP1's states in the middle of a forward pass, in which it does not expect a backward pass:
-they are reset.
+FSDP1 registers the hooks that begin a unit's backward pass (``_register_pre_backward_hooks``) on the tensors in what
+the unit returns; it looks into lists, dictionaries, dataclasses and sets, and not into objects or what a unit leaves in
+an attribute. Through such a tensor a backward pass would reach a unit whose parameters are freed. Core's
+:class:`~fsdp_core.sharding.UnitCalls` finds all tensors that leave a call, and they get the same hooks here. A call
+that ends by an exception leaves FSDP1's states in the middle of a forward pass, in which it does not expect a backward
+pass: they are reset.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 from torch.distributed.fsdp._runtime_utils import _post_forward_reshard, _register_pre_backward_hooks
 from torch.utils._pytree import tree_leaves
@@ -37,9 +37,7 @@ _REFUSED = RefusedTransforms(
 )
 
 
-def watch_calls(
-    unit: FullyShardedDataParallel, before_hooks: Callable[[FullyShardedDataParallel, list[Tensor]], None]
-) -> None:
+def watch_calls(unit: FSDP, before_hooks: Callable[[FSDP, list[Tensor]], None]) -> None:
     """Register the hooks of a unit's calls, around what FSDP1 does in its forward pass.
 
     Args:
@@ -66,7 +64,7 @@ def watch_calls(
     unit.register_forward_hook(calls.leave, always_call=True)
 
 
-def _abandon_call(unit: FullyShardedDataParallel) -> None:
+def _abandon_call(unit: FSDP) -> None:
     """Make a unit idle that an exception has left in the middle of a call: a backward pass may reach an earlier call.
 
     A call of the root that ends by an exception makes all units idle elsewhere.
