@@ -1,4 +1,8 @@
-"""Accumulated gradients of flat parameters, by the user's names."""
+"""Accumulated gradients of flat parameters, by the user's names.
+
+A unit has up to two: the *reduced* one, of which each rank has the elements of its shard, and an *unreduced* one of all
+elements, this rank's own, that ``no_sync()`` has left at the flat parameter. The next reduction adds it to the other.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +26,13 @@ from fsdp_cuda_native.torch_private.unit_gradients import (
 )
 from fsdp_cuda_native.unflattened import local_part, named_members
 
-__all__ = ["forget", "held_by_units", "restore_to_units"]
+__all__ = ["gradients_of_units", "restore_to_units", "zero_gradients"]
 
 
-def held_by_units(root: FSDP, runtime: Runtime) -> HeldGradients:
+def gradients_of_units(root: FSDP, runtime: Runtime) -> HeldGradients:
     """This rank's part of the units' accumulated gradients. All ranks must call it; the root must be sharded."""
     local_gradients = {unit: reduced_gradient(unit) for unit in units_of(root)}
+    # a rank that holds no element of what is trained has no gradient, where others have one
     has_gradient_by_rank = runtime.gather_objects([gradient is not None for gradient in local_gradients.values()])
     has_gradient_anywhere = [any(on_ranks) for on_ranks in zip(*has_gradient_by_rank, strict=True)]
     reduced = {
@@ -43,7 +48,7 @@ def held_by_units(root: FSDP, runtime: Runtime) -> HeldGradients:
     return gradients
 
 
-def forget(root: FSDP, names: Collection[str]) -> None:
+def zero_gradients(root: FSDP, names: Collection[str]) -> None:
     """Set unreduced gradients to zero, and the reduced gradients that they would be added to.
 
     Args:
@@ -74,7 +79,7 @@ def _unreduced_by_name(root: FSDP) -> Iterator[tuple[str, Tensor]]:
 def restore_to_units(
     root: FSDP, own: Mapping[str, Callable[[], Tensor]], reduced: Mapping[str, Tensor | SavedTensor], runtime: Runtime
 ) -> None:
-    """Restore gradients that were returned by :func:`held_by_units`, or by another backend. All ranks must call it.
+    """Restore gradients that :func:`gradients_of_units`, or another backend, returned. All ranks must call it.
 
     Args:
         root: The root, sharded.

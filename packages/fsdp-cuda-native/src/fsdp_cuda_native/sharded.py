@@ -80,7 +80,8 @@ class NativeSharded(Sharded):
         super().__init__(root, module)
         self._orders = orders
         #: What :meth:`layout` has returned last, and the module's parameters then.
-        self._layout: tuple[tuple[nn.Parameter, ...], Layout] | None = None
+        self._layout: Layout | None = None
+        self._layout_parameters: list[nn.Parameter] = []
         self._units = tuple(units.units_of(root))
         #: Lets parameters that are gathered inside a step show the gradients of their shards.
         self._step_gradients = StepGradients(root)
@@ -137,17 +138,12 @@ class NativeSharded(Sharded):
 
     def layout(self) -> Layout:
         self.reshard()
-        parameters = tuple(self.module.parameters())
-        known_parameters, layout = self._layout or ((), None)
+        parameters = list(self.module.parameters())
         # a save calls this four times, and the layout changes only if the user replaces a parameter
-        if (
-            layout is None
-            or len(parameters) != len(known_parameters)
-            or any(a is not b for a, b in zip(parameters, known_parameters, strict=True))
-        ):
-            layout = layout_of(self.root)
-            self._layout = (parameters, layout)
-        return layout
+        if self._layout is None or list(map(id, parameters)) != list(map(id, self._layout_parameters)):
+            self._layout = layout_of(self.root)
+            self._layout_parameters = parameters
+        return self._layout
 
     def holds_part(self, parameter: Tensor) -> bool:
         return self.backend.shards and is_flattened(parameter)

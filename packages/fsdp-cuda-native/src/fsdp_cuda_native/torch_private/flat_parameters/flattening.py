@@ -28,7 +28,7 @@ from fsdp_core.sharding import (
     place_piece,
     unguard_parameters,
 )
-from fsdp_cuda_native.flattened_parts import RunningParts, refuse_parts
+from fsdp_cuda_native.flattened_parts import RunningCalls, refuse_parts
 from fsdp_cuda_native.torch_private.flat_parameters.units import handle_of, units_of
 
 __all__ = ["flattening_parts", "place_pieces", "refuse_parts_of", "unguard_during_calls"]
@@ -131,7 +131,7 @@ def refuse_parts_of(root: FSDP, names: Mapping[nn.Module, str]) -> None:
         names: The user's names of modules.
     """
     lacking_by_part: dict[nn.Module, list[tuple[nn.Module, str]]] = {}  # the owner and name of each parameter
-    running = RunningParts()
+    running = RunningCalls()
     for unit in units_of(root):
         flat = handle_of(unit).flat_param
         if flat._params is not None:
