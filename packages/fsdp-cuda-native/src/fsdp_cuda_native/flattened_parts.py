@@ -65,7 +65,9 @@ class _Lacking(NamedTuple):
     running: RunningCalls
 
 
-def refuse_parts(part: nn.Module, name: str, lacking: Sequence[tuple[nn.Module, str]], running: RunningCalls) -> None:
+def refuse_parts(
+    part: nn.Module, name: str, lacking: Sequence[tuple[nn.Module, str]], running: RunningCalls
+) -> None:
     """Refuse to loop over a part's parameters, of which FSDP1 leaves none, and to freeze them: nothing would happen.
 
     Args:

@@ -19,6 +19,7 @@ __all__ = [
     "ACCEPTED_VALUES",
     "HYBRID",
     "OTHER_OPTIONS",
+    "STAY_GATHERED",
     "NativeOptions",
     "check_mixed_precision",
     "parse_member",
@@ -27,6 +28,9 @@ __all__ = [
 
 #: The strategies that shard within groups of ranks, and replicate across them. The second has no public name.
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+#: The strategies that leave units gathered between their forward and their backward pass.
+STAY_GATHERED = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 #: Values of other libraries' options that are accepted, because they describe what happens here.
 ACCEPTED_VALUES: Mapping[str, Collection[object]] = {
@@ -114,7 +118,7 @@ def classes_to_checkpoint(
             "activation_checkpointing and activation_checkpointing_policy are two spellings of one option.\n"
             "Write activation_checkpointing_policy={MyBlock} alone."
         )
-    classes = tuple(old) if isinstance(old, Iterable) and not isinstance(old, type) else (old,)
+    classes = (old,) if isinstance(old, type) or not isinstance(old, Iterable) else tuple(old)
     wrong = [element for element in classes if not (isinstance(element, type) and issubclass(element, nn.Module))]
     if wrong or not classes:
         raise UnsupportedCapabilityError(

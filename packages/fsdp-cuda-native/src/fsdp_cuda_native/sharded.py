@@ -39,6 +39,7 @@ from fsdp_core.state import (
     running_forwards,
 )
 from fsdp_cuda_native.accumulated_gradients import gradients_of_units, restore_to_units, zero_gradients
+from fsdp_cuda_native.options import STAY_GATHERED
 from fsdp_cuda_native.torch_private.flat_parameters import flattening, frozen, resharding, units
 from fsdp_cuda_native.torch_private.flat_parameters.gathered_writes import GatheredWrites
 from fsdp_cuda_native.torch_private.flat_parameters.handles import use_own_methods
@@ -250,7 +251,7 @@ class NativeSharded(Sharded):
 
     def _count_writes(self) -> int:
         """How often the shards were written to of those units that stay gathered between two calls in a step."""
-        all_stay = self.backend.options.strategy in resharding.STAY_GATHERED  # else the root alone does
+        all_stay = self.backend.options.strategy in STAY_GATHERED  # else the root alone does
         return sum(count_writes(unit) for unit in self._units if all_stay or unit is self.root)
 
     def is_idle(self) -> bool:

@@ -1,4 +1,11 @@
-"""A unit's gradients: those reduced to its shard, and unreduced ones at the flat parameter."""
+"""A unit's gradients: those reduced to its shard, and unreduced ones at the flat parameter.
+
+After a backward pass FSDP1 gives ``flat_param.grad`` the reduced gradient, in the shape of the shard, and each
+parameter a view of it (``_use_sharded_grad_views``). Under ``no_sync()``, ``flat_param.grad`` is an unreduced gradient
+of all elements instead; the reduced one of earlier passes is set aside (``_saved_grad_shard``), and parameters get
+views of the unreduced one (``_use_unsharded_grad_views``). FSDP1 gives frozen parameters none, also of a gradient that
+they had before: here they keep it. And here gradients of both kinds are read and restored, for checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +37,7 @@ def keep_gradients_of_frozen(unit: FSDP) -> None:
 
     FSDP1 drops them at the end of the next forward pass, and sets them to zero in the flat parameter's gradient: what
     was accumulated before parameters were frozen for a call would be lost. Copies are shown instead, because FSDP1 also
-    adds the gradients of frozen parameters to that of the flat parameter. When it gathers, it takes the copies back.
+    adds the gradients of frozen parameters to that of the flat parameter. When FSDP1 gathers, it takes the copies back.
 
     Args:
         unit: The unit.
@@ -38,7 +45,7 @@ def keep_gradients_of_frozen(unit: FSDP) -> None:
     handle = handle_of(unit)
     if handle._use_orig_params:
         shown_gradients = _ShownGradients(handle, weakref.ref(unit))
-        handle._use_sharded_grad_views = shown_gradients.show_guarded
+        handle._use_sharded_grad_views = shown_gradients.show_when_freed
         handle._use_unsharded_grad_views = shown_gradients.show_unreduced
 
 
@@ -51,7 +58,7 @@ class _ShownGradients:
     """
 
     def __init__(self, handle: Any, unit_ref: weakref.ref[Any]) -> None:
-        self._handle = weakref.ref(handle)
+        self._handle_ref = weakref.ref(handle)
         self._unit_ref = unit_ref
         #: For each parameter, the gradient that it has shown last, if it was trained then.
         self._last_shown: list[weakref.ref[Tensor] | None] = [None] * len(handle.flat_param._params)
@@ -63,9 +70,9 @@ class _ShownGradients:
         self._without_elements: list[int] | None = None
 
     @outside_of_compilation
-    def show_guarded(self) -> None:
+    def show_when_freed(self) -> None:
         """Show gradients after the parameters were freed, also if parameters are guarded."""
-        handle: Any = self._handle()
+        handle: Any = self._handle_ref()
         flat = handle.flat_param
         with without_torch_function():
             waits_for_reduction = (
@@ -81,7 +88,7 @@ class _ShownGradients:
 
     def _show_elsewhere(self) -> None:
         """Let parameters of which this rank holds no element show whether other ranks have a gradient for them."""
-        handle: Any = self._handle()
+        handle: Any = self._handle_ref()
         flat = handle.flat_param
         if self._without_elements is None:
             infos = flat._shard_param_infos
@@ -98,7 +105,7 @@ class _ShownGradients:
 
     def show(self) -> None:
         """Show reduced gradients, as FSDP1 does when nothing waits for a reduction; frozen parameters keep theirs."""
-        handle: Any = self._handle()
+        handle: Any = self._handle_ref()
         params = handle.flat_param._params
         kept_gradients = {} if all(map(is_trained, params)) else self._gradients_of_frozen(params)
         reduced_now = self._take_frozen_before_reduction(params)
@@ -143,14 +150,14 @@ class _ShownGradients:
 
     def _wait_for_reduction(self) -> None:
         """Let the current stream of an accelerator wait for the one in which gradients are reduced."""
-        unit, handle = self._unit_ref(), self._handle()
+        unit, handle = self._unit_ref(), self._handle_ref()
         assert handle is not None  # it is the caller
         if handle.device.type != "cpu" and unit is not None and hasattr(unit, "_post_backward_stream"):
             unit._device_handle.current_stream().wait_stream(unit._post_backward_stream)
 
     def _part_of_reduced(self, index: int) -> Tensor | None:
         """This rank's part of a parameter's reduced gradient; ``None`` if it has none."""
-        handle: Any = self._handle()
+        handle: Any = self._handle_ref()
         flat = handle.flat_param
         info = flat._shard_param_infos[index]
         reduced: Tensor | None = handle.sharded_grad
@@ -162,7 +169,7 @@ class _ShownGradients:
 
     def show_unreduced(self) -> None:
         """Show gradients before they are reduced; without sharding, also afterwards, because they stay in place."""
-        handle: Any = self._handle()
+        handle: Any = self._handle_ref()
         with without_torch_function():  # a parameter may be guarded as a piece, to which no full gradient belongs
             type(handle)._use_unsharded_grad_views(handle)
         params = handle.flat_param._params

@@ -97,10 +97,9 @@ class GatheredWrites:
         flat = self._handle.flat_param
         times: int | None = None  # torch counts writes for the memory that all views share: read once
         for view in self._views:
-            attributes = view.module.__dict__
-            parameters: Any = attributes["_parameters"]
-            if view.attribute in parameters:
-                attributes.pop(view.attribute, None)  # FSDP1 sets both; functional_call() replaces that in _parameters
+            if view.attribute in view.module._parameters:
+                # FSDP1 sets an attribute too; functional_call() replaces what is in _parameters
+                view.module.__dict__.pop(view.attribute, None)
             tensor = view.find()
             # any tensor but a parameter; isinstance() of parameters takes several calls, so it is asked last
             if (

@@ -220,18 +220,14 @@ def _set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> Non
     cls, attributes = type(module), module.__dict__
     parameters: dict[str, Any] = attributes["_parameters"]
     if (
-        cls.__setattr__ is not _SETATTR
-        or cls.__delattr__ is not _DELATTR
-        or cls.register_parameter is not _REGISTER
-        or _global_parameter_registration_hooks
+        cls.__setattr__ is _SETATTR
+        and cls.__delattr__ is _DELATTR
+        and cls.register_parameter is _REGISTER
+        and not _global_parameter_registration_hooks
+        and (name in parameters or name in attributes)
     ):
-        _safe_setattr_tensor_or_param(module, name, parameter)
-    elif name in parameters:
         attributes.pop(name, None)
-        del parameters[name]  # torch too puts it behind the module's others
-        parameters[name] = parameter
-    elif name in attributes:
-        del attributes[name]
+        parameters.pop(name, None)  # torch too puts it behind the module's others
         parameters[name] = parameter
     else:
         _safe_setattr_tensor_or_param(module, name, parameter)

@@ -17,26 +17,13 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp._common_utils import HandleTrainingState
 
 from fsdp_core.sharding import without_torch_function
 from fsdp_cuda_native.flattened_parts import refuse_use_while_freed
 from fsdp_cuda_native.torch_private.flat_parameters.units import handle_of, shows_parameters
 
-__all__ = [
-    "STAY_GATHERED",
-    "free_idle_root",
-    "is_kept",
-    "keep_gathered",
-    "release_views",
-    "reshard",
-    "was_kept",
-    "write_back",
-]
-
-#: What leaves units gathered between their forward and their backward pass. The second has no public name.
-STAY_GATHERED = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
+__all__ = ["free_idle_root", "is_kept", "keep_gathered", "release_views", "reshard", "was_kept", "write_back"]
 
 #: The attribute of a handle that :func:`keep_gathered` has kept, with hooks of the modules that use it.
 _HOOKS_OF_MODULES = "_fsdp_cuda_native_calls"
