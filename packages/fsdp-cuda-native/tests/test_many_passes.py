@@ -85,7 +85,11 @@ def needed() -> dict[str, NeededPart]:
             nested_passes.NestedPasses, "gather_again", lambda passes: None, "by hand", "cached loss"
         ),
         "passes inside a forward pass": NeededPart(
-            NativeSharded, "_begin_backward_inside", lambda sharded: None, "automatic", "backward pass that is forgotten"
+            NativeSharded,
+            "_begin_backward_inside",
+            lambda sharded: None,
+            "automatic",
+            "backward pass that is forgotten",
         ),
         "gradients of frozen parameters": NeededPart(
             unit_gradients._ShownGradients, "show", shown_by_fsdp1, "fabric", "parameters frozen after a backward pass"

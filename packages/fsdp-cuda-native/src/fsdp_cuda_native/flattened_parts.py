@@ -65,9 +65,7 @@ class _Lacking(NamedTuple):
     running: RunningCalls
 
 
-def refuse_parts(
-    part: nn.Module, name: str, lacking: Sequence[tuple[nn.Module, str]], running: RunningCalls
-) -> None:
+def refuse_parts(part: nn.Module, name: str, lacking: Sequence[tuple[nn.Module, str]], running: RunningCalls) -> None:
     """Refuse to loop over a part's parameters, of which FSDP1 leaves none, and to freeze them: nothing would happen.
 
     Args:
@@ -94,8 +92,8 @@ def _named_parameters(
     ]
     if absent and not lacking.running.depth:
         raise UnsupportedCapabilityError(
-            f"parameters() of {lacking.name!r} would lack {absent[0]!r}, and what loops over them would leave that out: it is "
-            f"a part of a flat parameter of a module around it.\n{_INSTEAD}"
+            f"parameters() of {lacking.name!r} would lack {absent[0]!r}, and what loops over them would leave that out: "
+            f"it is a part of a flat parameter of a module around it.\n{_INSTEAD}"
         )
     return type(self).named_parameters(self, prefix, recurse, remove_duplicate)
 
