@@ -37,7 +37,7 @@ from fsdp_cuda_native.meshes import mesh_arguments
 from fsdp_cuda_native.options import HYBRID, NativeOptions
 from fsdp_cuda_native.sharded import NativeSharded
 from fsdp_cuda_native.torch_private.flat_parameters.flattening import flattening_parts
-from fsdp_cuda_native.torch_private.passes.unvisited_units import reduce_unused
+from fsdp_cuda_native.torch_private.passes.unvisited_units import register_unused_hooks
 from fsdp_cuda_native.unit_checks import check_not_wrapped, check_unit, unit_options
 from fsdp_cuda_native.wrappers import WrappedUnit, cast_inputs_of_calls, module_to_wrap, renew_parameters
 
@@ -182,7 +182,7 @@ class NativeBackend(Backend):
                 root = self._wrap(called, replicated)
             del parts
             give_back()  # the memory of what was flattened, to the device
-            reduce_unused(root)
+            register_unused_hooks(root)
             if unit.module is not module:
                 put_in_place(module, called, root)
         assert root is not None

@@ -44,7 +44,7 @@ from fsdp_cuda_native.torch_private.flat_parameters import flattening, frozen, r
 from fsdp_cuda_native.torch_private.flat_parameters.gathered_writes import GatheredWrites
 from fsdp_cuda_native.torch_private.flat_parameters.handles import use_own_methods
 from fsdp_cuda_native.torch_private.flat_parameters.written_shards import count_writes
-from fsdp_cuda_native.torch_private.gradient_hooks import call_gradient_hooks, refuse_use_outside
+from fsdp_cuda_native.torch_private.gradient_hooks import enable_gradient_hooks, refuse_use_outside
 from fsdp_cuda_native.torch_private.passes import suspended_forwards, unit_calls, unvisited_units
 from fsdp_cuda_native.torch_private.passes.nested_passes import NestedPasses
 from fsdp_cuda_native.torch_private.unit_gradients import drop_gradients, keep_gradients_of_frozen
@@ -106,10 +106,11 @@ class NativeSharded(Sharded):
             self._prepare_unit(unit, names)
         flattening.unguard_during_calls(self._units)
         flattening.refuse_parts_of(root, names)
-        unvisited_units.reduce_waiting(root)
-        if root in self._units:
+        unvisited_units.register_waiting_hook(root)
+        if root in self._units:  # else the root has no parameters of its own
             root.register_forward_pre_hook(partial(_free_written_root, weakref.ref(self)), prepend=True)
         self.reshard()
+        # reduced in the order of the module, which is the same on all ranks
         in_order = [p for p in module.parameters() if any(p is each for each in replicated)]
         self._replicated = ReplicatedParameters(in_order, root, runtime, self.asks_accumulates) if in_order else None
         module.register_forward_hook(_leave_gradients)
@@ -119,7 +120,7 @@ class NativeSharded(Sharded):
     def _prepare_unit(self, unit: FSDP, names: Mapping[nn.Module, str]) -> None:
         unit.register_forward_hook(partial(_show_gradients_after_call, self))
         unit_calls.watch_calls(unit, partial(_watch_tensors, weakref.ref(self._passes)))
-        call_gradient_hooks(unit)
+        enable_gradient_hooks(unit)
         if units.is_sharded(unit):
             flattening.place_pieces(unit, names)
         else:
@@ -163,7 +164,7 @@ class NativeSharded(Sharded):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        # offloaded shards have no place for unreduced gradients, which are whole
+        # offloaded shards have no place for unreduced gradients, which have all elements and are on the device
         if self.backend.options.sync_each_batch or self.backend.offloads_from_device:
             yield
             return

@@ -71,7 +71,7 @@ class _ShownGradients:
 
     @outside_of_compilation
     def show_when_freed(self) -> None:
-        """Show gradients after the parameters were freed, also if parameters are guarded."""
+        """Show gradients after the parameters were freed. Replaces the handle's ``_use_sharded_grad_views``."""
         handle: Any = self._handle_ref()
         flat = handle.flat_param
         with without_torch_function():
@@ -97,7 +97,7 @@ class _ShownGradients:
             return
         has_gradient = handle.sharded_grad is not None
         if not has_gradient and len(self._without_elements) == len(flat._params):
-            return  # FSDP1 drops the unit's gradient on a rank where no parameter shows one
+            return  # nothing tells: FSDP1 drops the unit's gradient on a rank where no parameter shows one
         for index in self._without_elements:
             parameter = flat._params[index]
             is_shown = has_gradient and parameter.requires_grad and not flat._is_grad_none_mask[index]
@@ -116,7 +116,7 @@ class _ShownGradients:
         for index in reduced_now:
             kept_gradients.pop(index, None)
             if handle.uses_sharded_strategy:
-                self._copied.discard(index)
+                self._copied.discard(index)  # a part of the reduced gradient, which is copied below
             else:  # the gradient is shown itself, not a copy: FSDP1 may still reduce it in place
                 self._copied.add(index)
                 self._unreduced.add(index)
@@ -168,7 +168,10 @@ class _ShownGradients:
         return part.view(parameter.shape).to(parameter.dtype)
 
     def show_unreduced(self) -> None:
-        """Show gradients before they are reduced; without sharding, also afterwards, because they stay in place."""
+        """Show gradients before they are reduced; without sharding, also afterwards, because they stay in place.
+
+        Replaces the handle's ``_use_unsharded_grad_views``.
+        """
         handle: Any = self._handle_ref()
         with without_torch_function():  # a parameter may be guarded as a piece, to which no full gradient belongs
             type(handle)._use_unsharded_grad_views(handle)
@@ -211,7 +214,7 @@ def set_unreduced_gradients(unit: FSDP, gradients: Mapping[tuple[nn.Module, str]
     """
     handle = handle_of(unit)
     flat = handle.flat_param
-    flat._post_backward_called = True
+    flat._post_backward_called = True  # as after a backward pass that has reduced nothing
     values = {owner_and_name: read() for owner_and_name, read in gradients.items()}
     # without sharding, reduced gradients are among them, which have the dtype of the parameters
     dtype = handle._fwd_bwd_param_dtype if handle.uses_sharded_strategy else flat.dtype
@@ -268,7 +271,7 @@ def set_reduced_gradient(unit: FSDP, grad: Tensor) -> None:
     if not handle._use_orig_params:
         return
     if handle.uses_sharded_strategy:
-        flat._is_grad_none_mask = [False] * len(flat._params)
+        flat._is_grad_none_mask = [False] * len(flat._params)  # FSDP1 shows no gradient where it is true
         handle._use_sharded_grad_views()
     else:
         handle._use_unsharded_grad_views()

@@ -59,7 +59,7 @@ class GatheredWrites:
         self._handle = handle_of(unit)
         self._values = values
         self._views: list[ParameterView] = []
-        self.frozen_views = FrozenViews(unit, self._views)
+        self.frozen_views = FrozenViews(unit, self._views)  # which are appended next
         flat = self._handle.flat_param
         for index, info in enumerate(flat._param_infos):
             name = f"{names[info.module]}.{info.param_name}".removeprefix(".")
@@ -86,7 +86,7 @@ class GatheredWrites:
 
     def check_own(self) -> None:
         """Refuse a call with other parameters than the unit's own."""
-        params = self._handle.flat_param._params
+        params = self._handle.flat_param._params  # which modules may hold, as well as views of ours
         for index, view in enumerate(self._views):
             current = view.module._parameters.get(view.attribute)
             if params is None or current is not params[index]:

@@ -57,19 +57,24 @@ def use_own_methods(unit: FSDP) -> None:
 
 
 class _Handle(HandleWithStreams):
-    #: The parameters that ``summon_full_params()`` has found guarded, until it ends.
-    guarded: Sequence[Tensor] = ()
-    #: The user's names of the parameters.
-    user_names: Sequence[str] = ()
+    """The handle of a flat parameter whose original parameters optimizers hold.
 
-    # ``outside_of_compilation``: torch.compile leaves out the file of torch's handles, and not this one.
-    # ``without_torch_function``: parameters may be guarded by core, and each look at an attribute would go through
-    # Python.
+    Its methods are ``outside_of_compilation``, since torch.compile leaves out the file of torch's handles, and not this
+    one. They look at parameters ``without_torch_function``: where core guards these, each look at an attribute would go
+    through Python.
+
+    Attributes:
+        guarded: The parameters that ``summon_full_params()`` has found guarded, until it ends.
+        user_names: The user's names of the parameters.
+    """
+
+    guarded: Sequence[Tensor] = ()
+    user_names: Sequence[str] = ()
 
     @outside_of_compilation
     def _writeback_orig_params(self) -> bool:
         with without_torch_function():
-            return not self._is_in_place() and super()._writeback_orig_params()
+            return False if self._is_in_place() else super()._writeback_orig_params()
 
     @outside_of_compilation
     def _reset_flat_param_grad_info_if_needed(self) -> None:

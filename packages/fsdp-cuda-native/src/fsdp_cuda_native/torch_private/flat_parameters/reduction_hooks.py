@@ -109,13 +109,13 @@ def reduce_at_last_node(unit: FSDP) -> None:
         return
     grad_fn: Any = flat.expand_as(flat).grad_fn
     node = grad_fn.next_functions[0][0]  # as FSDP1 finds the node, which autograd shows in no other way
-    first_node, hook = flat._post_backward_hook_state
-    if node is first_node:
+    last_node, hook = flat._post_backward_hook_state
+    if node is last_node:
         return
-    if not isinstance(hook, _HookOfNodes):
+    if not isinstance(hook, _HookOfNodes):  # FSDP1's, at one node
         hook.remove()
         hook = _HookOfNodes(unit, first=hook)
-        hook.add(first_node)
+        hook.add(last_node)
     hook.add(node)
     flat._post_backward_hook_state = (node, hook)
 
@@ -128,6 +128,7 @@ class _HookOfNodes:
         first: The hook of FSDP1 that this one replaces.
 
     Attributes:
+        first: That hook.
         nodes: The nodes.
     """
 

@@ -25,26 +25,6 @@ from fsdp_core.sharding import count_piece_writes, outside_of_compilation
 __all__ = ["HandleWithStreams"]
 
 
-def _convert_offloaded(unit: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-    """Convert a unit whose shards are in host memory, as ``module.to()`` does, and refuse to move these."""
-    if fn(torch.empty(0)).device.type != "cpu":
-        raise UnsupportedCapabilityError(
-            "a module whose shards cpu_offload keeps in host memory can't be moved to an accelerator, as by "
-            "module.to(): its units are gathered there while they are used.\n"
-            "Leave the conversion out, or cpu_offload. Inputs go to self.device, or fabric.device."
-        )
-    return type(unit)._apply(unit, fn, recurse)
-
-
-@outside_of_compilation
-def _wait_for_copy(handle_ref: weakref.ref[Any], *_: Any) -> None:
-    """Let the host wait until a shard in its memory is copied: else the copy could hold what it writes next."""
-    handle = handle_ref()
-    if handle is not None and handle.copied is not None:
-        handle.copied.synchronize()
-        handle.copied = None
-
-
 class HandleWithStreams(FlatParamHandle):
     """A handle that does what FSDP1's does, and waits where that does not. FSDP1's own get this class.
 
@@ -122,3 +102,23 @@ class HandleWithStreams(FlatParamHandle):
         else:
             super().prepare_gradient_for_backward()  # type: ignore[no-untyped-call]
             flat.grad = grad.to(self.device, non_blocking=True)  # to which this pass adds in place
+
+
+def _convert_offloaded(unit: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    """Convert a unit whose shards are in host memory, as ``module.to()`` does, and refuse to move these."""
+    if fn(torch.empty(0)).device.type != "cpu":
+        raise UnsupportedCapabilityError(
+            "a module whose shards cpu_offload keeps in host memory can't be moved to an accelerator, as by "
+            "module.to(): its units are gathered there while they are used.\n"
+            "Leave the conversion out, or cpu_offload. Inputs go to self.device, or fabric.device."
+        )
+    return type(unit)._apply(unit, fn, recurse)
+
+
+@outside_of_compilation
+def _wait_for_copy(handle_ref: weakref.ref[Any], *_: Any) -> None:
+    """Let the host wait until a shard in its memory is copied: else the copy could hold what it writes next."""
+    handle = handle_ref()
+    if handle is not None and handle.copied is not None:
+        handle.copied.synchronize()
+        handle.copied = None

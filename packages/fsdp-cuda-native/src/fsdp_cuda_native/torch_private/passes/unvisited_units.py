@@ -37,7 +37,13 @@ from fsdp_cuda_native.torch_private.flat_parameters.reduction_hooks import has_h
 from fsdp_cuda_native.torch_private.flat_parameters.units import handle_of, is_in_backward, units_in_passes
 from fsdp_cuda_native.torch_private.passes.unit_calls import tensors_in
 
-__all__ = ["call_after_backward", "queue_waiting", "reduce_unused", "reduce_waiting", "reduce_waiting_after"]
+__all__ = [
+    "call_after_backward",
+    "queue_waiting",
+    "reduce_waiting_after",
+    "register_unused_hooks",
+    "register_waiting_hook",
+]
 
 #: The attribute of a unit that says whether the running call is its first one since the last backward pass.
 _IS_FIRST_CALL = "_fsdp_first_call"
@@ -48,7 +54,7 @@ _INPUTS = "_fsdp_cuda_native_inputs"
 _PLAIN = frozenset({type(None), bool, int, float, str})
 
 
-def reduce_unused(unit: FSDP) -> None:
+def register_unused_hooks(unit: FSDP) -> None:
     """Let a unit take part in the reduction of its gradients even if this rank has used none of its parameters."""
     if handle_of(unit) is not None:
         unit.register_forward_pre_hook(_view_inputs, with_kwargs=True)
@@ -122,6 +128,7 @@ def _view_returned_inputs(module: nn.Module, args: Any, kwargs: Any, output: Any
     if not output_ids:
         return None
     arguments = [*args, *kwargs.values()]
+    # mostly so; tree_leaves() takes longer than this look
     are_leaves = all(isinstance(value, Tensor) or _needs_no_view(value) for value in arguments)
     returned_ids = output_ids.intersection(map(id, arguments if are_leaves else tree_leaves(arguments)))
     if not returned_ids:
@@ -172,7 +179,7 @@ def _fill_gradient(handle: Any) -> None:
         flat.grad = torch.zeros(flat._unpadded_unsharded_size, dtype=dtype, device=handle.device)
 
 
-def reduce_waiting(root: FSDP) -> None:
+def register_waiting_hook(root: FSDP) -> None:
     """Let a backward pass that reduces gradients also reduce those of units that it does not visit."""
     root.module.register_forward_hook(partial(_reduce_waiting_after_call, weakref.ref(root)))
 
@@ -234,12 +241,14 @@ def _has_waiting(unit: FSDP) -> bool:
     if not getattr(flat, "_post_backward_called", False):
         return False
     if handle._training_state != HandleTrainingState.BACKWARD_POST:  # the pass that runs has not visited it
+        # zero_grad() may have cleared the gradient, of which FSDP1 learns here
         handle._reset_flat_param_grad_info_if_needed()
         flat._post_backward_called = flat.grad is not None
     return bool(flat._post_backward_called)
 
 
 def _reduce_all_waiting(waiting_units: Sequence[FSDP]) -> None:
+    """Reduce the units that the pass has not reduced, in states as if it had just reached them."""
     for unit in waiting_units:
         handle: Any = handle_of(unit)
         if _is_reduced(handle):
