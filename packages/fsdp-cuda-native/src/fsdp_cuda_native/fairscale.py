@@ -74,21 +74,20 @@ class FairscaleOptions(NativeOptions):
         sharding_strategy, mixed_precision = self.sharding_strategy, self.mixed_precision
         auto_wrap_policy = self.auto_wrap_policy
         if self.reshard_after_forward is not None:
-            if sharding_strategy is not None:
-                raise _two_spellings("reshard_after_forward", "sharding_strategy")
+            _refuse_two_spellings(
+                "reshard_after_forward", "sharding_strategy", are_both_given=sharding_strategy is not None
+            )
             sharding_strategy = "FULL_SHARD" if self.reshard_after_forward else "SHARD_GRAD_OP"
         if self.compute_dtype is not None:
             _check_dtype(self.compute_dtype)
-            if mixed_precision is not None:
-                raise _two_spellings("compute_dtype", "mixed_precision")
+            _refuse_two_spellings("compute_dtype", "mixed_precision", are_both_given=mixed_precision is not None)
             mixed_precision = MixedPrecision(
                 param_dtype=self.compute_dtype,
                 reduce_dtype=torch.float32 if self.fp32_reduce_scatter else self.compute_dtype,
                 cast_forward_inputs=True,
             )
         if self.min_num_params is not None:
-            if auto_wrap_policy != "auto":
-                raise _two_spellings("min_num_params", "auto_wrap_policy")
+            _refuse_two_spellings("min_num_params", "auto_wrap_policy", are_both_given=auto_wrap_policy != "auto")
             _check_number(self.min_num_params)
             auto_wrap_policy = partial(size_based_auto_wrap_policy, min_num_params=int(self.min_num_params))
         values = {field.name: getattr(self, field.name) for field in fields(NativeOptions)}
@@ -153,10 +152,11 @@ class FabricFullyShardedStrategy(_FairscaleStrategy, NativeFSDPStrategy):
     positional: ClassVar[Sequence[str]] = (*_BY_POSITION, "precision", "process_group_backend")
 
 
-def _two_spellings(old: str, new: str) -> UnsupportedCapabilityError:
-    return UnsupportedCapabilityError(
-        f"{old} and {new} are an old and a new spelling of one option.\nWrite {new} alone."
-    )
+def _refuse_two_spellings(old: str, new: str, *, are_both_given: bool) -> None:
+    if are_both_given:
+        raise UnsupportedCapabilityError(
+            f"{old} and {new} are an old and a new spelling of one option.\nWrite {new} alone."
+        )
 
 
 def _check_dtype(dtype: object) -> None:

@@ -452,7 +452,7 @@ def _forget_pending_after_backward(module: nn.Module, args: Any, output: Any) ->
     """
     sharded = sharded_of(module)
     if isinstance(sharded, NativeSharded) and sharded._pending is not None and not sharded._is_manual_step:
-        unvisited_units.call_after_backward(sharded.root, output, sharded._forget_pending)
+        unvisited_units.call_after_pass(sharded.root, output, sharded._forget_pending)
 
 
 def _forget_pending_without_backward(root: nn.Module, args: Any, output: Any) -> None:

@@ -47,9 +47,7 @@ def local_parts(root: FSDP) -> Iterator[tuple[str, Part, torch.Tensor]]:
 
 def local_part(name: str, member: FlatMember) -> Part:
     """The location of this rank's elements of a flattened parameter in its unit's shard."""
-    flat_range = FlatRange(
-        offset=member.offset_in_shard, start=member.start, length=member.length, replica=member.replica
-    )
+    flat_range = FlatRange(offset=member.shard_offset, start=member.start, length=member.length, replica=member.replica)
     return Part(name=name, shape=member.shape, range=flat_range)
 
 

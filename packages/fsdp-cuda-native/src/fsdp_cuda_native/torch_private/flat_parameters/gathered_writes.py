@@ -32,12 +32,7 @@ from fsdp_core.sharding import (
 from fsdp_core.state import gathered_modules
 from fsdp_cuda_native.flattened_parts import refuse_use_while_freed
 from fsdp_cuda_native.torch_private.flat_parameters.frozen import FrozenViews
-from fsdp_cuda_native.torch_private.flat_parameters.units import (
-    ParameterView,
-    handle_of,
-    is_trained,
-    lacks_views,
-)
+from fsdp_cuda_native.torch_private.flat_parameters.units import ParameterView, handle_of, is_trained, lacks_views
 
 __all__ = ["GatheredWrites"]
 

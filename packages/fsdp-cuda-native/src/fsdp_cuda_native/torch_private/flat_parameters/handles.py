@@ -211,10 +211,8 @@ def _set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
     """Let a module hold a view of the gathered flat parameter, as an attribute that is no parameter."""
     cls, attributes = type(module), module.__dict__
     parameters: dict[str, Any] = attributes["_parameters"]
-    is_parameter = name in parameters
-    if cls.__setattr__ is _SETATTR and cls.__delattr__ is _DELATTR and (is_parameter or name in attributes):
-        if is_parameter:
-            del parameters[name]
+    if cls.__setattr__ is _SETATTR and cls.__delattr__ is _DELATTR and (name in parameters or name in attributes):
+        parameters.pop(name, None)
         object.__setattr__(module, name, tensor)
     else:
         _safe_setattr_tensor_or_param(module, name, tensor)

@@ -55,7 +55,7 @@ class FlatMember:
         start: The index of the first of these elements in the flattened parameter.
         length: The number of these elements.
         local_shard: This rank's shard of the unit, 1-D.
-        offset_in_shard: The offset of this rank's elements in ``local_shard``.
+        shard_offset: The offset of this rank's elements in ``local_shard``.
         replica: The index of the replica that this rank belongs to.
         is_flat: Whether ``optimizer_param`` is 1-D; without sharding a parameter keeps its shape.
     """
@@ -69,7 +69,7 @@ class FlatMember:
     start: int
     length: int
     local_shard: Tensor
-    offset_in_shard: int
+    shard_offset: int
     replica: int
     is_flat: bool
 
@@ -127,7 +127,7 @@ def flat_members(unit: FSDP) -> Iterator[FlatMember]:
             start=shard_info.intra_param_start_idx or 0,
             length=shard_info.numel_in_shard or 0,
             local_shard=flat._local_shard,
-            offset_in_shard=offset,
+            shard_offset=offset,
             replica=replica,
             is_flat=handle.uses_sharded_strategy or not handle._use_orig_params,
         )

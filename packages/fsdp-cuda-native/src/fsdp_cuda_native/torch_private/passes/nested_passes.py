@@ -32,16 +32,9 @@ from torch.distributed.fsdp._runtime_utils import _post_forward_reshard, _pre_ba
 from fsdp_core import UnsupportedCapabilityError
 from fsdp_core.sharding import guard_parameters, is_accumulated, outside_of_compilation, unguard_parameters
 from fsdp_core.state import gathered_modules
-from fsdp_cuda_native.torch_private.flat_parameters import reduction_hooks
+from fsdp_cuda_native.torch_private.flat_parameters import reduction_hooks, units
 from fsdp_cuda_native.torch_private.flat_parameters.frozen import finish_frozen_units, follow_frozen
 from fsdp_cuda_native.torch_private.flat_parameters.resharding import keep_gathered
-from fsdp_cuda_native.torch_private.flat_parameters.units import (
-    handle_of,
-    is_in_backward,
-    lacks_views,
-    shows_parameters,
-    units_of,
-)
 from fsdp_cuda_native.torch_private.flat_parameters.written_shards import count_writes_to_each, refuse_written_since
 from fsdp_cuda_native.torch_private.passes.unit_calls import tensors_in
 from fsdp_cuda_native.torch_private.passes.unvisited_units import queue_waiting
@@ -62,7 +55,7 @@ class NestedPasses:
 
     def __init__(self, root: FSDP, is_running: Callable[[], bool], begin_inside: Callable[[], None]) -> None:
         self._root = weakref.ref(root)
-        self.units = weakref.WeakSet({root, *units_of(root)})
+        self.units = weakref.WeakSet({root, *units.units_of(root)})
         self._is_running = is_running
         self._begin_inside = begin_inside
         #: The pass for which :meth:`adds_gradients` was asked last, and the answer.
@@ -78,7 +71,7 @@ class NestedPasses:
         self_ref = weakref.ref(self)
         for unit in self.units:
             unit.module.register_forward_hook(partial(_watch_output, self_ref, weakref.ref(unit)))
-            if handle_of(unit) is not None:
+            if units.handle_of(unit) is not None:
                 unit.module.register_forward_pre_hook(partial(_watch_new_nodes, self_ref, weakref.ref(unit)))
 
     def follows_calls(self) -> bool:
@@ -99,7 +92,7 @@ class NestedPasses:
             nodes = chain(further_nodes, (node for unit in self.units for node in reduction_hooks.nodes_of(unit)))
             # FSDP1 forgets all nodes at the end of another pass, such as one in a hook of this one's loss
             units_without_nodes = filter(_lacks_nodes, self.units)
-            self._adds_gradients = any(is_accumulated(handle_of(unit).flat_param) for unit in units_without_nodes)
+            self._adds_gradients = any(is_accumulated(units.handle_of(unit).flat_param) for unit in units_without_nodes)
             self._last_task = task
         if (
             not self._adds_gradients
@@ -116,14 +109,14 @@ class NestedPasses:
     def note_pass_of_root(self) -> None:
         """Note a backward pass that FSDP1 begins at the root's output, or at a loss in place of that."""
         root = self._root()
-        if root is not None and not is_in_backward(root):
+        if root is not None and not units.is_in_backward(root):
             self._outer_task = self._task_of_unit[root] = torch._C._current_graph_task_id()
 
     def watch_tensors(self, unit: FSDP, tensors: Iterable[Tensor]) -> None:
         """Prepare for backward passes that reach a unit at tensors which leave its call."""
         passes_ref = weakref.ref(self)
         unit_ref = weakref.ref(unit)
-        has_params = handle_of(unit) is not None
+        has_params = units.handle_of(unit) is not None
         counts_at_call = count_writes_to_each(unit) if has_params else None
         # a root without parameters of its own stands for all units
         nodes = [node for each in ([unit] if has_params else self.units) for node in reduction_hooks.nodes_of(each)]
@@ -176,7 +169,7 @@ class NestedPasses:
             unit: The unit that the pass has reached.
         """
         task = torch._C._current_graph_task_id()
-        if is_in_backward(root):
+        if units.is_in_backward(root):
             if task not in (self._outer_task, self._inner_task):
                 # a pass inside a pass of the root: at its end FSDP1 frees the root, which the outer pass still needs
                 self._inner_task = task
@@ -188,13 +181,15 @@ class NestedPasses:
         elif unit is not root:  # FSDP1 begins the pass itself where it has reached the root
             queue_waiting(root)
             torch.autograd.Variable._execution_engine.queue_callback(partial(finish_frozen_units, root))
-            if handle_of(root) is not None:  # an earlier call of prepare() may have found that it adds no gradients
-                handle_of(root)._ran_pre_backward_hook = False
-            _pre_backward_hook(root, root.module, handle_of(root), None)
+            if (
+                units.handle_of(root) is not None
+            ):  # an earlier call of prepare() may have found that it adds no gradients
+                units.handle_of(root)._ran_pre_backward_hook = False
+            _pre_backward_hook(root, root.module, units.handle_of(root), None)
 
     def _prepare_unit(self, unit: FSDP) -> None:
         """Gather a unit for the running pass, or let FSDP1 do that in a hook of its own, which comes next."""
-        handle = handle_of(unit)
+        handle = units.handle_of(unit)
         if handle is None:
             return
         task = torch._C._current_graph_task_id()
@@ -206,7 +201,7 @@ class NestedPasses:
             return
         if _is_prepared(handle):  # frozen: FSDP1 frees it when the pass has visited one of its calls
             _gather(unit)
-        elif lacks_views(handle):
+        elif units.lacks_views(handle):
             handle._needs_pre_backward_unshard = False
             _gather(unit)
         else:
@@ -215,15 +210,15 @@ class NestedPasses:
     def gather_again(self) -> None:
         """Gather the root's own parameters for a call inside a backward pass, which may have freed them."""
         root = self._root()
-        handle = None if root is None else handle_of(root)
+        handle = None if root is None else units.handle_of(root)
         if root is None or handle is None:
             return
-        if not handle.uses_sharded_strategy and shows_parameters(root) and not self._is_running():
+        if not handle.uses_sharded_strategy and units.shows_parameters(root) and not self._is_running():
             raise UnsupportedCapabilityError(
                 "sharding_strategy='NO_SHARD' can't call the model in the backward pass after a step, in which FSDP1 "
                 "would not reduce its gradients.\nWrite sharding_strategy='SHARD_GRAD_OP'."
             )
-        if not _is_gathered(handle) or shows_parameters(root):
+        if not _is_gathered(handle) or units.shows_parameters(root):
             _gather(root, makes_views=True)
         if self.follows_calls():  # under mixed precision, what is gathered anew adds to the gradient at another node
             reduction_hooks.reduce_at_last_node(root)
@@ -236,7 +231,7 @@ class NestedPasses:
 
     def prepare_at_node(self, unit: FSDP, node: Any) -> None:
         """Prepare for a backward pass that is about to add to a unit's gradient, and may not have passed its output."""
-        handle = handle_of(unit)
+        handle = units.handle_of(unit)
         if not handle.flat_param.requires_grad:  # frozen since the call: the node adds nothing
             return
         if torch.is_grad_enabled():
@@ -258,7 +253,7 @@ def _recorded_refusal() -> UnsupportedCapabilityError:
 
 def _lacks_nodes(unit: FSDP) -> bool:
     """Whether a unit is trained, but FSDP1 knows no node that adds to its gradient."""
-    handle = handle_of(unit)
+    handle = units.handle_of(unit)
     return handle is not None and handle.flat_param.requires_grad and not reduction_hooks.nodes_of(unit)
 
 
@@ -280,10 +275,10 @@ def _gather(unit: FSDP, *, makes_views: bool = False) -> None:
         unit: The unit.
         makes_views: Whether modules get new views of the flat parameter, instead of those of the forward pass.
     """
-    handle = handle_of(unit)
+    handle = units.handle_of(unit)
     training_state = handle._training_state
     # FSDP1 makes new views in a forward pass, and uses those of the forward pass in a backward pass
-    makes_views = makes_views or lacks_views(handle)
+    makes_views = makes_views or units.lacks_views(handle)
     handle._training_state = HandleTrainingState.FORWARD if makes_views else HandleTrainingState.BACKWARD_PRE
     _unshard(unit, handle, unit._unshard_stream, unit._pre_unshard_stream)
     unit._device_handle.current_stream().wait_stream(unit._unshard_stream)
@@ -294,7 +289,7 @@ def _gather(unit: FSDP, *, makes_views: bool = False) -> None:
 def _gather_to_recompute(unit_ref: weakref.ref[FSDP], module: nn.Module, args: Any) -> None:
     """Gather a unit for a call of a module inside a backward pass, such as activation checkpointing makes."""
     unit = unit_ref()
-    if unit is not None and torch._C._current_graph_task_id() != -1 and shows_parameters(unit):
+    if unit is not None and torch._C._current_graph_task_id() != -1 and units.shows_parameters(unit):
         _gather(unit, makes_views=True)
 
 
@@ -320,8 +315,8 @@ class _StateBefore:
 def _gather_for_pass(unit: FSDP) -> None:
     """Gather a unit until the end of a backward pass that adds to no gradients, and let FSDP1 do nothing in it."""
     state: Any = unit
-    handle = handle_of(unit)  # ``None`` for a root without parameters of its own
-    was_prepared = is_in_backward(unit) if handle is None else _is_prepared(handle)
+    handle = units.handle_of(unit)  # ``None`` for a root without parameters of its own
+    was_prepared = units.is_in_backward(unit) if handle is None else _is_prepared(handle)
     was_gathered = handle is None or _is_gathered(handle)
     if was_prepared and was_gathered:
         return
@@ -348,7 +343,7 @@ def _gather_for_pass(unit: FSDP) -> None:
 def _restore_state(unit: FSDP, before: _StateBefore) -> None:
     """Leave a unit as it was before :func:`_gather_for_pass`."""
     state: Any = unit
-    handle = handle_of(unit)
+    handle = units.handle_of(unit)
     if handle is None:
         state._post_backward_callback_queued = before.was_prepared
         state.training_state = TrainingState.IDLE

@@ -37,13 +37,7 @@ from fsdp_cuda_native.torch_private.flat_parameters.reduction_hooks import has_h
 from fsdp_cuda_native.torch_private.flat_parameters.units import handle_of, is_in_backward, units_in_passes
 from fsdp_cuda_native.torch_private.passes.unit_calls import tensors_in
 
-__all__ = [
-    "call_after_backward",
-    "queue_waiting",
-    "reduce_waiting_after",
-    "register_unused_hooks",
-    "register_waiting_hook",
-]
+__all__ = ["call_after_pass", "queue_waiting", "reduce_waiting_after", "register_unused_hooks", "register_waiting_hook"]
 
 #: The attribute of a unit that says whether the running call is its first one since the last backward pass.
 _IS_FIRST_CALL = "_fsdp_first_call"
@@ -206,7 +200,7 @@ def reduce_waiting_after(root: FSDP, output: Any) -> None:
             tensor.register_hook(queue)
 
 
-def call_after_backward(root: FSDP, output: Any, function: Callable[[], None]) -> None:
+def call_after_pass(root: FSDP, output: Any, function: Callable[[], None]) -> None:
     """Call a function at the end of the backward pass of the root that begins at what it has returned."""
 
     def queue(_: Tensor) -> None:
