@@ -66,8 +66,9 @@ class _ShownGradients:
         self._copied: set[int] = set()
         #: The indices of parameters whose gradients are not reduced yet.
         self._unreduced: set[int] = set()
-        #: The indices of parameters of which this rank holds no element; ``None`` until they are sharded.
-        self._without_elements: list[int] | None = None
+        infos = handle.flat_param._shard_param_infos
+        #: The indices of parameters of which this rank holds no element.
+        self._without_elements = [index for index, info in enumerate(infos) if not info.in_shard]
 
     @outside_of_compilation
     def show_when_freed(self) -> None:
@@ -90,9 +91,6 @@ class _ShownGradients:
         """Let parameters of which this rank holds no element show whether other ranks have a gradient for them."""
         handle: Any = self._handle_ref()
         flat = handle.flat_param
-        if self._without_elements is None:
-            infos = flat._shard_param_infos
-            self._without_elements = [index for index, info in enumerate(infos) if not info.in_shard]
         if not self._without_elements:
             return
         has_gradient = handle.sharded_grad is not None

@@ -55,7 +55,7 @@ class NestedPasses:
 
     def __init__(self, root: FSDP, is_running: Callable[[], bool], begin_inside: Callable[[], None]) -> None:
         self._root = weakref.ref(root)
-        self.units = weakref.WeakSet({root, *units.units_of(root)})
+        self._units = weakref.WeakSet({root, *units.units_of(root)})
         self._is_running = is_running
         self._begin_inside = begin_inside
         #: The pass for which :meth:`adds_gradients` was asked last, and the answer.
@@ -69,7 +69,7 @@ class NestedPasses:
         #: The last pass that has reached a unit.
         self._task_of_unit = weakref.WeakKeyDictionary[FSDP, int]()
         self_ref = weakref.ref(self)
-        for unit in self.units:
+        for unit in self._units:
             unit.module.register_forward_hook(partial(_watch_output, self_ref, weakref.ref(unit)))
             if units.handle_of(unit) is not None:
                 unit.module.register_forward_pre_hook(partial(_watch_new_nodes, self_ref, weakref.ref(unit)))
@@ -87,16 +87,14 @@ class NestedPasses:
         task = torch._C._current_graph_task_id()
         nodes = further_nodes
         if task != self._last_task:
-            for unit in self.units:
+            for unit in self._units:
                 follow_frozen(unit)
-            nodes = chain(further_nodes, (node for unit in self.units for node in reduction_hooks.nodes_of(unit)))
+            nodes = chain(further_nodes, (node for unit in self._units for node in reduction_hooks.nodes_of(unit)))
             # FSDP1 forgets all nodes at the end of another pass, such as one in a hook of this one's loss
-            units_without_nodes = filter(_lacks_nodes, self.units)
+            units_without_nodes = filter(_lacks_nodes, self._units)
             self._adds_gradients = any(is_accumulated(units.handle_of(unit).flat_param) for unit in units_without_nodes)
             self._last_task = task
-        if (
-            not self._adds_gradients
-        ):  # the answer may be another with further nodes: earlier ones may be of frozen units
+        if not self._adds_gradients:  # the nodes of an earlier question may have been those of frozen units
             self._adds_gradients = any(map(torch._C._will_engine_execute_node, nodes))
         return self._adds_gradients
 
@@ -114,20 +112,11 @@ class NestedPasses:
 
     def watch_tensors(self, unit: FSDP, tensors: Iterable[Tensor]) -> None:
         """Prepare for backward passes that reach a unit at tensors which leave its call."""
-        passes_ref = weakref.ref(self)
-        unit_ref = weakref.ref(unit)
         has_params = units.handle_of(unit) is not None
         counts_at_call = count_writes_to_each(unit) if has_params else None
         # a root without parameters of its own stands for all units
-        nodes = [node for each in ([unit] if has_params else self.units) for node in reduction_hooks.nodes_of(each)]
-
-        def prepare(_: Tensor) -> None:
-            passes, unit = passes_ref(), unit_ref()
-            if passes is not None and unit is not None:
-                if counts_at_call is not None:
-                    refuse_written_since(unit, counts_at_call)
-                passes.prepare(unit, nodes)
-
+        nodes = [node for each in ([unit] if has_params else self._units) for node in reduction_hooks.nodes_of(each)]
+        prepare = partial(_prepare_at_tensor, weakref.ref(self), weakref.ref(unit), counts_at_call, nodes)
         for tensor in tensors:
             if tensor.requires_grad:
                 tensor.register_hook(prepare)
@@ -147,7 +136,7 @@ class NestedPasses:
             return
         records_graph = torch.is_grad_enabled()  # off in a backward pass, unless it was given create_graph=True
         if records_graph:
-            keep_gathered(self.units, _gather_to_recompute)
+            keep_gathered(self._units, _gather_to_recompute)
         if self.adds_gradients(nodes):
             if records_graph:
                 raise _recorded_refusal()
@@ -181,11 +170,10 @@ class NestedPasses:
         elif unit is not root:  # FSDP1 begins the pass itself where it has reached the root
             queue_waiting(root)
             torch.autograd.Variable._execution_engine.queue_callback(partial(finish_frozen_units, root))
-            if (
-                units.handle_of(root) is not None
-            ):  # an earlier call of prepare() may have found that it adds no gradients
-                units.handle_of(root)._ran_pre_backward_hook = False
-            _pre_backward_hook(root, root.module, units.handle_of(root), None)
+            handle = units.handle_of(root)
+            if handle is not None:  # an earlier call of prepare() may have found that the pass adds no gradients
+                handle._ran_pre_backward_hook = False
+            _pre_backward_hook(root, root.module, handle, None)
 
     def _prepare_unit(self, unit: FSDP) -> None:
         """Gather a unit for the running pass, or let FSDP1 do that in a hook of its own, which comes next."""
@@ -375,6 +363,20 @@ def _watch_new_nodes(
     passes, unit = passes_ref(), unit_ref()
     if passes is not None and unit is not None and passes.follows_calls():
         passes.watch_new_nodes(unit)
+
+
+def _prepare_at_tensor(
+    passes_ref: weakref.ref[NestedPasses],
+    unit_ref: weakref.ref[FSDP],
+    counts_at_call: list[int] | None,
+    nodes: Sequence[Any],
+    _: Tensor,
+) -> None:
+    passes, unit = passes_ref(), unit_ref()
+    if passes is not None and unit is not None:
+        if counts_at_call is not None:
+            refuse_written_since(unit, counts_at_call)
+        passes.prepare(unit, nodes)
 
 
 def _prepare_at_node(passes_ref: weakref.ref[NestedPasses], unit_ref: weakref.ref[FSDP], gradients: Any) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -46,32 +47,32 @@ def watch_calls(unit: FSDP, before_hooks: Callable[[FSDP, list[Tensor]], None]) 
             objects, before FSDP1's hooks are registered with these.
     """
     unit_ref = weakref.ref(unit)
-
-    def register_hooks(tensors: list[Tensor]) -> None:
-        unit = unit_ref()
-        if unit is not None:
-            before_hooks(unit, tensors)
-            _register_pre_backward_hooks(unit, unit.module, tensors, handle_of(unit))
-
-    def abandon() -> None:
-        unit = unit_ref()
-        if unit is not None:
-            _abandon_call(unit)
-
-    calls = UnitCalls(register_hooks, unit.module.modules(), _REFUSED, abandon)
+    register_hooks = partial(_register_hooks, unit_ref, before_hooks)
+    calls = UnitCalls(register_hooks, unit.module.modules(), _REFUSED, partial(_abandon_call, unit_ref))
     unit.register_forward_pre_hook(calls.enter, with_kwargs=True, prepend=True)
     unit.module.register_forward_pre_hook(calls.begin, with_kwargs=True, prepend=True)
     unit.register_forward_hook(calls.leave, always_call=True)
 
 
-def _abandon_call(unit: FSDP) -> None:
+def _register_hooks(
+    unit_ref: weakref.ref[FSDP], before_hooks: Callable[[FSDP, list[Tensor]], None], tensors: list[Tensor]
+) -> None:
+    unit = unit_ref()
+    if unit is not None:
+        before_hooks(unit, tensors)
+        _register_pre_backward_hooks(unit, unit.module, tensors, handle_of(unit))
+
+
+def _abandon_call(unit_ref: weakref.ref[FSDP]) -> None:
     """Make a unit idle that an exception has left in the middle of a call: a backward pass may reach an earlier call.
 
     A call of the root that ends by an exception makes all units idle elsewhere.
     """
-    handle = handle_of(unit)
-    is_running = handle is not None and handle._training_state == HandleTrainingState.FORWARD
-    if is_running and unit.training_state == TrainingState.FORWARD_BACKWARD and not unit._is_root:
+    unit = unit_ref()
+    handle = None if unit is None else handle_of(unit)
+    if unit is None or handle is None or unit._is_root:
+        return
+    if (handle._training_state, unit.training_state) == (HandleTrainingState.FORWARD, TrainingState.FORWARD_BACKWARD):
         _post_forward_reshard(unit, handle)
         unit.training_state = TrainingState.IDLE
         handle._training_state = HandleTrainingState.IDLE

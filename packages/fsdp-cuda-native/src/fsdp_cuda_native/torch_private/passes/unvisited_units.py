@@ -189,27 +189,30 @@ def reduce_waiting_after(root: FSDP, output: Any) -> None:
 
     FSDP1 queues that in hooks of the same tensors, which it registers after these.
     """
+    _hook_tensors(output, partial(_queue_end, root))
 
-    def queue(_: Tensor) -> None:
-        if not is_in_backward(root):  # else another hook has queued it
-            queue_waiting(root)
-            torch.autograd.Variable._execution_engine.queue_callback(partial(finish_frozen_units, root))
 
+def _hook_tensors(output: Any, hook: Callable[[Tensor], None]) -> None:
     for tensor in tensors_in(output):
         if tensor.requires_grad:
-            tensor.register_hook(queue)
+            tensor.register_hook(hook)
+
+
+def _queue_end(root: FSDP, _: Tensor) -> None:
+    if not is_in_backward(root):  # else another tensor's hook has queued it
+        queue_waiting(root)
+        torch.autograd.Variable._execution_engine.queue_callback(partial(finish_frozen_units, root))
 
 
 def call_after_pass(root: FSDP, output: Any, function: Callable[[], None]) -> None:
     """Call a function at the end of the backward pass of the root that begins at what it has returned."""
+    if torch.is_grad_enabled():
+        _hook_tensors(output, partial(_queue_function, root, function))
 
-    def queue(_: Tensor) -> None:
-        if not is_in_backward(root) and _adds_gradients(root):
-            torch.autograd.Variable._execution_engine.queue_callback(function)
 
-    for tensor in tensors_in(output) if torch.is_grad_enabled() else ():
-        if tensor.requires_grad:
-            tensor.register_hook(queue)
+def _queue_function(root: FSDP, function: Callable[[], None], _: Tensor) -> None:
+    if not is_in_backward(root) and _adds_gradients(root):
+        torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def queue_waiting(root: FSDP) -> None:
