@@ -18,7 +18,7 @@ from fsdp_core.sharding import outside_of_compilation, without_torch_function
 
 __all__ = ["RunningCalls", "refuse_parts", "refuse_use_while_freed"]
 
-#: The attribute of a part with what is :class:`_Lacking`.
+#: The attribute of a part with its :class:`_Lacking`.
 _LACKING = "_fsdp_cuda_native_lacking"
 
 _INSTEAD = (
@@ -56,8 +56,8 @@ class _Lacking(NamedTuple):
 
     Attributes:
         name: The user's name of the part.
-        parameters: The parameters, each by its module and its name there.
-        running: The calls during which it may lack them.
+        parameters: The part's parameters in the unit's flat parameter, each by its module and its name there.
+        running: The calls during which the part may lack them.
     """
 
     name: str
@@ -121,7 +121,10 @@ _SAFE_ATTRIBUTES = frozenset(
 
 
 class _FreedView:
-    """A view of a flat parameter, which a module still holds in place of its parameter when the memory is freed."""
+    """A view of a flat parameter, which a module still holds in place of its parameter when the memory is freed.
+
+    torch ends the process if something is computed with it then.
+    """
 
     _fsdp_name: str
 

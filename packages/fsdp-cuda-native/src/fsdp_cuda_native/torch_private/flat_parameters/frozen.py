@@ -56,7 +56,7 @@ class FrozenViews:
         if (
             flat._params is not None
             and unit is not None
-            and (self._is_between_calls() or units.shows_parameters(unit))  # a call has begun with what it requires
+            and (self._is_between_calls() or units.shows_parameters(unit))  # in a call it stays as the call has begun
         ):
             with without_torch_function():  # parameters may be guarded
                 some_trained = any(map(is_trained, flat._params))
@@ -167,8 +167,8 @@ def finish_frozen_units(root: FSDP) -> None:
         root: The root. FSDP1's own end of the backward pass is still to come.
     """
     state: Any = root
-    visited = units.units_in_passes(root)
-    flat_params = [handle_of(unit).flat_param for unit in visited]
+    units_of_root = units.units_in_passes(root)
+    flat_params = [handle_of(unit).flat_param for unit in units_of_root]
     for flat in flat_params:
         drop_unfit_hook(flat)
         is_set_aside = hasattr(flat, "_saved_grad_shard")  # an earlier gradient
@@ -177,7 +177,7 @@ def finish_frozen_units(root: FSDP) -> None:
             # back; original parameters hold theirs themselves
             flat._post_backward_called = True
     queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # after FSDP1's end, which is queued
-    frozen_unsharded = [u for u in visited if not (units.is_sharded(u) or handle_of(u).flat_param.requires_grad)]
+    frozen_unsharded = [u for u in units_of_root if not (units.is_sharded(u) or handle_of(u).flat_param.requires_grad)]
     if frozen_unsharded:
         # they always have the memory of their shards, so FSDP1 takes them for resharded and leaves modules without
         # parameters: optimizers would hold others than those that the next call computes with
