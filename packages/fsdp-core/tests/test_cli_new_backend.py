@@ -119,7 +119,7 @@ def test_the_backend_says_when_to_write_what_else(written: Path) -> None:
     text = (written / "src/fsdp_my_shards/backend.py").read_text(encoding="utf-8")
     commented = "\n".join(re.findall(r"^    # ?((?:def |    ).*)$", text, re.MULTILINE))
     stubs = {node.name: node for node in ast.parse(commented).body if is_function(node)}
-    assert {"layout", "rebind_optimizers", "is_sharded", "unsharded_view"} <= stubs.keys()
+    assert {"layout", "rebind_optimizers", "holds_part", "unsharded_view"} <= stubs.keys()
     contract = [ast.parse(inspect.getsource(file)) for file in (backend, sharded)]
     methods = {node.name: node for file in contract for node in ast.walk(file) if is_function(node)}
     for name, stub in stubs.items():

@@ -92,8 +92,8 @@ def _named_parameters(
     ]
     if absent and not lacking.running.depth:
         raise UnsupportedCapabilityError(
-            f"parameters() of {lacking.name!r} would lack {absent[0]!r}, and what loops over them would leave that "
-            f"out: it is a part of a flat parameter of a module around it.\n{_INSTEAD}"
+            f"parameters() of {lacking.name!r} would lack {absent[0]!r}, and what loops over them would leave that out: "
+            f"it is a part of a flat parameter of a module around it.\n{_INSTEAD}"
         )
     return type(self).named_parameters(self, prefix, recurse, remove_duplicate)
 

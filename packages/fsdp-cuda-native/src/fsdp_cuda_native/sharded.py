@@ -135,7 +135,7 @@ class NativeSharded(Sharded):
         for unit in self._units:
             resharding.write_back(unit)
         with as_user_wrote(self.root, self._orders) as stand_ins:
-            self.record_names(stand_ins.items())
+            self.remember(stand_ins.items())
             yield
 
     def layout(self) -> Layout:
@@ -147,11 +147,11 @@ class NativeSharded(Sharded):
             self._layout_parameters = parameters
         return self._layout
 
-    def is_sharded(self, parameter: Tensor) -> bool:
+    def holds_part(self, parameter: Tensor) -> bool:
         return self.backend.shards and is_flattened(parameter)
 
-    def is_plain_piece(self, parameter: Tensor) -> bool:
-        return self.backend.options.use_orig_params and self.is_sharded(parameter)
+    def shows_piece(self, parameter: Tensor) -> bool:
+        return self.backend.options.use_orig_params and self.holds_part(parameter)
 
     def aliases(self) -> dict[str, str]:
         self.reshard()
@@ -270,7 +270,7 @@ class NativeSharded(Sharded):
         return any(map(resharding.is_kept, self._units))
 
     @property
-    def has_broken_graph(self) -> bool:  # type: ignore[override]
+    def has_freed_graph(self) -> bool:  # type: ignore[override]
         return any(map(resharding.was_kept, self._units))
 
     def gather_again(self) -> None:
@@ -340,7 +340,7 @@ class NativeSharded(Sharded):
             parameters,
             max_norm,
             runtime=self.runtime,
-            is_sharded=self.is_sharded,
+            is_sharded=self.holds_part,
             group=self.backend.group_to_shard_over(),
             norm_type=norm_type,
             error_if_nonfinite=error_if_nonfinite,

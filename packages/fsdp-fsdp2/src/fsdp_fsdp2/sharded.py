@@ -195,7 +195,7 @@ class FSDP2Sharded(Sharded):
         return bool(self.unused.recorded)
 
     @property
-    def has_broken_graph(self) -> bool:  # type: ignore[override]
+    def has_freed_graph(self) -> bool:  # type: ignore[override]
         return self.unused.recorded.has_freed
 
     def leaves(self) -> Iterable[Tensor]:

@@ -38,7 +38,7 @@ class ZeRO1Backend(Backend):
         checkpoint_activations(module, plan)
         place(list(module.modules()), self.runtime)
         sharded = ZeRO1Sharded(module, self.runtime)
-        sharded.record_names(sharded.whole.items())  # what was on the meta device is other parameters now
+        sharded.remember(sharded.whole.items())  # what was on the meta device is other parameters now
         return sharded
 
     def rebind_optimizers(self, optimizers: Iterable[torch.optim.Optimizer], roots: Sequence[Sharded]) -> None:

@@ -72,7 +72,7 @@ class ZeRO1Sharded(Sharded):
     def layout(self) -> Layout:
         return self.parts
 
-    def is_sharded(self, parameter: Tensor) -> bool:
+    def holds_part(self, parameter: Tensor) -> bool:
         return True
 
     def reduce(self) -> None:

@@ -41,7 +41,7 @@ class ZeRO2Backend(Backend):
         checkpoint_activations(module, plan)
         place(list(module.modules()), self.runtime)
         sharded = ZeRO2Sharded(module, self.runtime, self.options.bucket_bytes)
-        sharded.record_names(sharded.whole.items())  # what was on the meta device is other parameters now
+        sharded.remember(sharded.whole.items())  # what was on the meta device is other parameters now
         return sharded
 
     def rebind_optimizers(self, optimizers: Iterable[torch.optim.Optimizer], roots: Sequence[Sharded]) -> None:

@@ -79,7 +79,7 @@ class ZeRO2Sharded(Sharded):
     def layout(self) -> Layout:
         return self.parts
 
-    def is_sharded(self, parameter: Tensor) -> bool:
+    def holds_part(self, parameter: Tensor) -> bool:
         return True
 
     def forget_pass(self) -> None:

@@ -390,8 +390,8 @@ def _devices_refusal(name: str, pieces: Sequence[Tensor]) -> UnsupportedCapabili
     devices = dict.fromkeys(str(piece.device) for piece in pieces)
     return UnsupportedCapabilityError(
         f"{_IN_WORDS.get(name, name)} of {' and '.join(map(repr, filter(None, names))) or 'pieces'} would compute with "
-        f"tensors on {' and '.join(devices)}: cpu_offload keeps gradients in host memory, and parameters too, but "
-        "those that are gathered while a step runs, such as what belongs to no unit, are on the device.\n"
+        f"tensors on {' and '.join(devices)}: cpu_offload keeps gradients in host memory, and parameters too, but those "
+        "that are gathered while a step runs, such as what belongs to no unit, are on the device.\n"
         "Write parameter.add_(parameter.grad.to(parameter.device)), which is right in either place; or leave "
         "cpu_offload out."
     )

@@ -29,7 +29,7 @@ def place(
 
     Parameters that were sharded while they were built are gathered (:mod:`fsdp_core.initialization.sharded_init`).
     On devices for which torch refuses ``parameter.data = …``, the modules get other parameters, tied as before if all
-    their owners are among ``modules``; pass them to :meth:`fsdp_core.Sharded.record_names`.
+    their owners are among ``modules``; pass them to :meth:`fsdp_core.Sharded.remember`.
 
     Args:
         modules: The modules, each without its children.

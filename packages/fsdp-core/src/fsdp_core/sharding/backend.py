@@ -272,7 +272,7 @@ class Backend(ABC):
             former_parameter = reference()
             if former_parameter is not None:
                 alive.append((name, former_parameter))
-        sharded.record_names(alive)
+        sharded.remember(alive)
         sharded_ids = {id(parameter) for parameter in (*sharded.layout(), *sharded.module.parameters())}
         mark_replaced((name, parameter) for name, parameter in alive if id(parameter) not in sharded_ids)
         keep(sharded)

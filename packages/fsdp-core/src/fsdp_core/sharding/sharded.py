@@ -58,7 +58,7 @@ class Sharded(ABC):
 
     A backend must implement :meth:`no_sync`. The other methods work for libraries that shard in place, expose
     parameters as DTensors and whose ``state_dict()`` shares memory with the module. For other representations, override
-    :meth:`unsharded_view`, :meth:`layout` and :meth:`is_sharded`. Where modules expose shards as plain tensors, the
+    :meth:`unsharded_view`, :meth:`layout` and :meth:`holds_part`. Where modules expose shards as plain tensors, the
     adapters make their ``state_dict()`` raise; code that reads the shards on purpose calls
     ``type(module).state_dict(module)``. Hooks on modules must be functions that call :func:`sharded_of`, not methods,
     because a deep copy of the module has the hooks too.
@@ -161,11 +161,11 @@ class Sharded(ABC):
         """
         return whole_parts(named_parameters(self.root))
 
-    def is_sharded(self, parameter: Tensor) -> bool:
+    def holds_part(self, parameter: Tensor) -> bool:
         """Whether ranks hold different parts of a parameter that an optimizer holds; true for sharded DTensors."""
         return is_sharded_dtensor(parameter)
 
-    def is_plain_piece(self, parameter: Tensor) -> bool:
+    def shows_piece(self, parameter: Tensor) -> bool:
         """Whether a parameter in a module is this rank's piece, as a plain tensor, and its library only assigns to it.
 
         Adapters then refuse what users compute of it that is not elementwise, in a training step, in hooks between
@@ -182,7 +182,7 @@ class Sharded(ABC):
         with self.unsharded_view():
             return aliases(self.module)
 
-    def record_names(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def remember(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Record the names of parameters that represent shards: optimizers that hold one are rebound to its shard.
 
         The module's parameters from before sharding are recorded already. :meth:`unsharded_view` must record the
@@ -195,7 +195,7 @@ class Sharded(ABC):
             self._stands_for[parameter] = name
 
     def name_of(self, parameter: nn.Parameter) -> str | None:
-        """The name of a parameter that was passed to :meth:`record_names`; ``None`` for others."""
+        """The name of a parameter that was passed to :meth:`remember`; ``None`` for others."""
         name: str | None = self._stands_for.get(parameter)
         return name
 
@@ -298,7 +298,7 @@ class Sharded(ABC):
     is_called_in_backward: bool = False
 
     #: Whether parameters were freed that the graph of :attr:`keeps_graph` holds: it can't be differentiated any more.
-    has_broken_graph: bool = False
+    has_freed_graph: bool = False
 
     def leaves(self) -> Iterable[Tensor]:
         """The tensors to which autograd adds gradients. The default is for libraries where these are parameters."""
@@ -416,7 +416,7 @@ class Sharded(ABC):
             parameters,
             max_norm,
             runtime=self.runtime,
-            is_sharded=self.is_sharded,
+            is_sharded=self.holds_part,
             norm_type=norm_type,
             error_if_nonfinite=error_if_nonfinite,
         )

@@ -67,13 +67,13 @@ class XLASharded(Sharded):
     @contextmanager
     def unsharded_view(self) -> Iterator[None]:
         with as_user_wrote(self.root, self._orders) as by_name:
-            self.record_names(by_name.items())
+            self.remember(by_name.items())
             yield
 
     def layout(self) -> Layout:
         return layout_of(self.root)
 
-    def is_sharded(self, parameter: Tensor) -> bool:
+    def holds_part(self, parameter: Tensor) -> bool:
         return is_shard(parameter)
 
     # -- steps -----------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class XLASharded(Sharded):
             parameters,
             max_norm,
             runtime=self.backend.runtime.in_graph(),
-            is_sharded=self.is_sharded,
+            is_sharded=self.holds_part,
             norm_type=norm_type,
             error_if_nonfinite=error_if_nonfinite,
         )

@@ -173,7 +173,7 @@ class GradientGuard:
         self._optimizer_params = [ref(p) for p in optimizer_params]
         roots = self._strategy.trained_roots
         plain_params = [p for p in optimizer_params if not isinstance(p, DTensor)]
-        self._optimizer_piece_refs = [ref(p) for p in plain_params if any(root.is_sharded(p) for root in roots)]
+        self._optimizer_piece_refs = [ref(p) for p in plain_params if any(root.holds_part(p) for root in roots)]
         pieces = list(self._optimizer_pieces())
         self._piece_ids = frozenset(map(id, pieces))
         self._flat_piece_refs = [ref(p) for p in pieces if isinstance(p, FlatParameter)]
@@ -184,7 +184,7 @@ class GradientGuard:
         # pieces that were found before are kept: the root may be gathered now, and then its modules hold none
         known_pieces = list(_referents(self._module_piece_refs))
         known_ids = set(map(id, known_pieces))
-        new_pieces = (p for p in root.module.parameters() if id(p) not in known_ids and root.is_plain_piece(p))
+        new_pieces = (p for p in root.module.parameters() if id(p) not in known_ids and root.shows_piece(p))
         self._module_piece_refs = list(map(ref, chain(known_pieces, new_pieces)))
 
 

@@ -75,7 +75,7 @@ class NoSync(BackwardSyncControl):
         for root in [root for root in roots if root in self._unreduced]:
             names: set[str] = set()
             for p, parts in root.layout().items():
-                if id(p) in optimizer_params and (isinstance(p, DTensor) or root.is_sharded(p)):
+                if id(p) in optimizer_params and (isinstance(p, DTensor) or root.holds_part(p)):
                     names.update(part.name for part in parts)
             unreduced = sorted(names & root.accumulated_gradients().own.keys())
             if unreduced:

@@ -148,7 +148,7 @@ def _shard_test(optimizer: Optimizer, roots: Sequence[Sharded]) -> Callable[[Ten
     """
     pieces = WeakTensorKeyDictionary()
     for parameter in _parameters_of(optimizer):
-        if any(root.is_sharded(parameter) for root in roots):
+        if any(root.holds_part(parameter) for root in roots):
             pieces[parameter] = True
     return lambda parameter: parameter in pieces
 

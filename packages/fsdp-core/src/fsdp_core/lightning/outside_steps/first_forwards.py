@@ -31,7 +31,7 @@ class FirstForwards:
 
     def __init__(self, sharded: Sharded) -> None:
         self._sharded = ref(sharded)
-        has_parts = any(isinstance(p, DTensor) or sharded.is_sharded(p) for p in sharded.layout())
+        has_parts = any(isinstance(p, DTensor) or sharded.holds_part(p) for p in sharded.layout())
         # None if each rank has the full model and may call it alone.
         self._ranks = sharded.runtime if has_parts else None
         self._name = sharded.plan.class_name

@@ -384,7 +384,7 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = (), *,
     if any(code.co_name == "resize_token_embeddings" for code in codes):
         exception.add_note(_RESIZE_NOTE)
         return
-    if _GRAPH_ERRORS.search(str(exception)) and any(root.has_broken_graph for root in sharded):
+    if _GRAPH_ERRORS.search(str(exception)) and any(root.has_freed_graph for root in sharded):
         exception.add_note(
             "fsdp-core: a graph that create_graph=True has recorded holds parameters, which were freed since: at the "
             "end of the next backward pass, or by a step.\n"

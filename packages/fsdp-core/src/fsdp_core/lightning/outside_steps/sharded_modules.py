@@ -30,7 +30,7 @@ def guard_module(sharded: Sharded, strategy_name: str) -> None:
         ShardingError: A parameter has a hook that would be called with a shard's gradient, or never.
     """
     layout = sharded.layout()
-    has_parts = any(isinstance(p, DTensor) or sharded.is_sharded(p) for p in layout)
+    has_parts = any(isinstance(p, DTensor) or sharded.holds_part(p) for p in layout)
     if has_parts or sharded.module is not sharded.root:
         follow_calls(sharded, on_all_ranks=has_parts)
     if any(isinstance(p, DTensor) for p in layout):

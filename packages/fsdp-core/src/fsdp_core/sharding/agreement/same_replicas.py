@@ -85,7 +85,7 @@ def _groups_of(sharded: Sharded, parameter: Tensor) -> Iterable[Any]:
     """The groups of ranks that hold what this rank holds of a parameter."""
     if isinstance(parameter, DTensor):
         return data_replicas(parameter)
-    if not sharded.is_sharded(parameter):
+    if not sharded.holds_part(parameter):
         return [_DATA_RANKS]
     replicas = place_of(parameter).replicas
     return [] if replicas is None else [replicas]

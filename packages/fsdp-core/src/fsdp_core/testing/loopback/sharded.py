@@ -72,7 +72,7 @@ class LoopbackSharded(Sharded):
     def unsharded_view(self) -> Iterator[None]:
         self.reshard()
         stand_ins = [stand_in(shard.shape, shard.local) for shard in self.shards]
-        self.record_names((shard.names[0], parameter) for shard, parameter in zip(self.shards, stand_ins, strict=True))
+        self.remember((shard.names[0], parameter) for shard, parameter in zip(self.shards, stand_ins, strict=True))
         for shard, parameter in zip(self.shards, stand_ins, strict=True):
             shard.give_to_owners(parameter)
         try:
@@ -87,7 +87,7 @@ class LoopbackSharded(Sharded):
         parts = {shard.local: shard.part for shard in self.shards}
         return {p: (parts.get(p) or Part(name=name, shape=tuple(p.shape)),) for name, p in named_parameters(self.root)}
 
-    def is_sharded(self, parameter: Tensor) -> bool:
+    def holds_part(self, parameter: Tensor) -> bool:
         return parameter.ndim > 0
 
     # -- steps -----------------------------------------------------------------------------------------------------
