@@ -141,3 +141,17 @@ def test_pieces_that_hold_other_elements_are_not_computed_together() -> None:
     forgotten = torch.ones(3)
     guard([forgotten])  # of which nothing is known
     assert (b * forgotten).as_subclass(Tensor).tolist() == [2.0, -1.0, 4.0]
+
+
+def test_pieces_on_two_devices_are_refused_in_words() -> None:
+    """As with ``cpu_offload``, where shards are on the device while what they belong to is gathered."""
+    parameter = nn.Parameter(torch.ones(2))
+    place_piece(parameter, PiecePlace("head.weight", "layout"))
+    gradient = torch.ones(2, device="meta")
+    guard_parameters([parameter])
+    guard([gradient])
+    with torch.no_grad(), pytest.raises(UnsupportedCapabilityError) as refusal:
+        parameter.lerp_(gradient, 0.1)
+    assert "lerp_ of 'head.weight' would compute with tensors on cpu and meta" in str(refusal.value)
+    assert "parameter.grad.to(parameter.device)" in str(refusal.value)
+    assert isinstance(refusal.value.__cause__, RuntimeError)

@@ -34,7 +34,9 @@ from fsdp_core.testing.suite.numerics.many_passes import (
 )
 from fsdp_core.testing.training import Lit
 from fsdp_cuda_native.sharded import NativeSharded
-from fsdp_cuda_native.torch_private import flat_parameters, nested_passes, unit_gradients
+from fsdp_cuda_native.torch_private import unit_gradients
+from fsdp_cuda_native.torch_private.flat_parameters.frozen import FrozenViews
+from fsdp_cuda_native.torch_private.passes import nested_passes, unvisited_units
 from native_runs import set_up
 
 
@@ -55,7 +57,7 @@ def test_steps_of_many_passes_communicate_as_by_hand(ranks: RankPool) -> None:
 
 
 def shown_by_fsdp1(shown: Any) -> None:
-    handle = shown._handle()
+    handle = shown._handle_ref()
     type(handle)._use_sharded_grad_views(handle)
 
 
@@ -64,7 +66,7 @@ def needed() -> dict[str, NeededPart]:
     return {
         "passes of parts": NeededPart(
             nested_passes.NestedPasses,
-            "begin",
+            "prepare",
             lambda passes, unit, nodes: None,
             "fabric",
             "loss weighed by its gradient",
@@ -74,7 +76,7 @@ def needed() -> dict[str, NeededPart]:
         ),
         "passes that begin at parameters": NeededPart(
             nested_passes.NestedPasses,
-            "begin_at_parameters",
+            "prepare_at_node",
             lambda passes, unit, node: None,
             "fabric",
             "cached loss beside another",
@@ -83,15 +85,19 @@ def needed() -> dict[str, NeededPart]:
             nested_passes.NestedPasses, "gather_again", lambda passes: None, "by hand", "cached loss"
         ),
         "passes inside a forward pass": NeededPart(
-            NativeSharded, "_begin_inside", lambda sharded: None, "automatic", "backward pass that is forgotten"
+            NativeSharded,
+            "_begin_backward_inside",
+            lambda sharded: None,
+            "automatic",
+            "backward pass that is forgotten",
         ),
         "gradients of frozen parameters": NeededPart(
             unit_gradients._ShownGradients, "show", shown_by_fsdp1, "fabric", "parameters frozen after a backward pass"
         ),
         "views of frozen parameters": NeededPart(
-            flat_parameters.GatheredWrites,
-            "freeze",
-            lambda writes: None,
+            FrozenViews,
+            "detach_frozen",
+            lambda frozen_views: None,
             "fabric",
             "parameters unfrozen before the backward pass",
         ),
@@ -103,16 +109,16 @@ def needed() -> dict[str, NeededPart]:
             "optimizer's parameters written between two calls",
         ),
         "what is saved of frozen parameters": NeededPart(
-            flat_parameters,
-            "finish_frozen",
+            unvisited_units,
+            "finish_frozen_units",
             lambda root: None,
             "fabric",
             "parameters frozen before a backward pass that is forgotten",
         ),
         "hooks of units that are unfrozen": NeededPart(
-            flat_parameters.GatheredWrites,
+            FrozenViews,
             "follow_requires_grad",
-            lambda writes: None,
+            lambda frozen_views: None,
             "fabric",
             "parameters frozen while an adversarial example is made",
         ),

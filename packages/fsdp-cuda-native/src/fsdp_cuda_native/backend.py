@@ -11,12 +11,8 @@ from itertools import accumulate
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import (
-    CPUOffload,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    ShardingStrategy,
-)
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from fsdp_core import Backend, UnsupportedCapabilityError
 from fsdp_core.sharding import (
@@ -37,12 +33,13 @@ from fsdp_core.sharding import (
     stays_whole,
 )
 from fsdp_core.state import clean_name, give_back
-from fsdp_cuda_native.meshes import ranks_to_shard_over
+from fsdp_cuda_native.meshes import mesh_arguments
 from fsdp_cuda_native.options import HYBRID, NativeOptions
 from fsdp_cuda_native.sharded import NativeSharded
-from fsdp_cuda_native.torch_private import flat_parameters as torch_private
+from fsdp_cuda_native.torch_private.flat_parameters.flattening import flattening_parts
+from fsdp_cuda_native.torch_private.passes.unvisited_units import register_unused_hooks
 from fsdp_cuda_native.unit_checks import check_not_wrapped, check_unit, unit_options
-from fsdp_cuda_native.wrappers import WrappedUnit, called_for, cast_inputs_of, renew_parameters
+from fsdp_cuda_native.wrappers import WrappedUnit, cast_inputs_of_calls, module_to_wrap, renew_parameters
 
 __all__ = ["NativeBackend"]
 
@@ -63,7 +60,8 @@ class NativeBackend(Backend):
 
     def __init__(self, options: NativeOptions) -> None:
         super().__init__(options)
-        self._ranks: dict[str, Any] | None = None
+        #: What :meth:`_mesh_arguments` has returned: groups are made once.
+        self._made_mesh_arguments: dict[str, Any] | None = None
 
     def sharding_config(self) -> dict[str, Any]:
         policy = describe_policy(self.options.checkpointing_policy)
@@ -75,8 +73,8 @@ class NativeBackend(Backend):
         policy = self.options.mixed_precision
         return replace(precision, compute=policy.param_dtype, reduce=policy.reduce_dtype, autocast=False)
 
-    def check_waiting(self) -> None:
-        """Refuse to accumulate gradients that wait for their reduction, where FSDP1 can't keep them.
+    def refuse_unreduced_gradients(self) -> None:
+        """Refuse to accumulate gradients without reducing them, where FSDP1 can't keep them.
 
         Raises:
             UnsupportedCapabilityError: Nothing is sharded, and units compute in half precision.
@@ -95,9 +93,9 @@ class NativeBackend(Backend):
     def offloads_from_device(self) -> bool:
         """Whether shards live in host memory, and are gathered on an accelerator.
 
-        On the CPU, shards live in host memory anyway; torch would allocate memory pinned for an accelerator. Off it,
-        gradients are reduced on every micro-batch: unreduced ones would be whole, and on the device, while FSDP1 lets
-        parameters on the host have none.
+        On the CPU, shards live in host memory anyway; torch would allocate memory pinned for an accelerator. On an
+        accelerator, gradients are reduced on every micro-batch: unreduced ones would be of all elements, and on the
+        device, and FSDP1 lets parameters on the host have no such gradients.
         """
         return self.options.offloads and self.runtime.device.type != "cpu"
 
@@ -112,8 +110,9 @@ class NativeBackend(Backend):
     def plan(self, module: nn.Module) -> ShardingPlan:
         plan = super().plan(module)
         options_by_unit = plan.details.get(_UNIT_OPTIONS, {})
+        # local_numels() aligns by the strategy's dtype, and these units are gathered in one of their own
         unsized = {clean_name(name) for name, options in options_by_unit.items() if "mixed_precision" in options}
-        parameters = {  # whose alignment goes by the dtype that its own option gathers it in
+        parameters = {
             name: replace(parameter, local_numel=None) if parameter.unit in unsized else parameter
             for name, parameter in plan.parameters.items()
         }
@@ -147,39 +146,43 @@ class NativeBackend(Backend):
         return {_UNIT_OPTIONS: {name: options for name, options in by_name.items() if options}}
 
     def local_numels(self, parameters: Sequence[ParameterPlan]) -> list[int] | None:
-        """Of a unit's parameters one after the other, gathered ones aligned to 16 bytes with ``use_orig_params``."""
+        """How many elements of each parameter of a unit this rank holds.
+
+        FSDP1 puts the parameters one after the other, each at a multiple of 16 bytes with ``use_orig_params``, and
+        divides all of it evenly between the ranks.
+        """
         if not self.shards:
             return [parameter.numel for parameter in parameters]
         if self.options.strategy in HYBRID or self.options.process_group is not None:
             return None  # over which ranks is known when they have met
-        gathered = self._mixed_precision().param_dtype or parameters[0].dtype
-        align = 16 // gathered.itemsize if self.options.use_orig_params else 1
+        gathered_dtype = self._mixed_precision().param_dtype or parameters[0].dtype
+        align = 16 // gathered_dtype.itemsize if self.options.use_orig_params else 1
         starts = list(accumulate((-(-p.numel // align) * align for p in parameters), initial=0))
-        total = starts[-2] + parameters[-1].numel
-        length = -(-total // self.runtime.world_size)
-        begin, end = self.runtime.rank * length, (self.runtime.rank + 1) * length
+        total = starts[-2] + parameters[-1].numel  # the last parameter is not padded
+        shard_size = -(-total // self.runtime.world_size)
+        shard_start = self.runtime.rank * shard_size
         return [
-            max(0, min(start + parameter.numel, end) - max(start, begin))
-            for start, parameter in zip(starts, parameters, strict=False)
+            max(0, min(start + parameter.numel, shard_start + shard_size) - max(start, shard_start))
+            for start, parameter in zip(starts, parameters, strict=False)  # the last start is the end of all
         ]
 
     def shard_module(self, module: nn.Module, plan: ShardingPlan) -> NativeSharded:
         checkpoint_activations(module, plan)
         orders = parameter_orders(module.modules())
         replicated: list[nn.Parameter] = []
-        root: FullyShardedDataParallel | None = None
+        root: FSDP | None = None
         units = plan.split_by_unit(module)
-        for unit in units:
+        for unit in units:  # inner units first, the root last
             kept_in_parts = {parameter for parameter in unit.parameters() - unit.replicated() if is_part(parameter)}
             place(unit.own, self.runtime, self.options.param_init_fn, leave=partial(_is_in, kept_in_parts))
             replicated += unit.replicated()
             parts = renew_parameters(unit.own, replicated, self.runtime.device)
-            called = called_for(module, unit.module)
-            with torch_private.flattening_parts(parts):
-                root = self._wrapped(called, replicated)
+            called = module_to_wrap(module, unit.module)
+            with flattening_parts(parts):
+                root = self._wrap(called, replicated)
             del parts
-            give_back()
-            torch_private.reduce_unused(root)
+            give_back()  # the memory of what was flattened, to the device
+            register_unused_hooks(root)
             if unit.module is not module:
                 put_in_place(module, called, root)
         assert root is not None
@@ -187,15 +190,13 @@ class NativeBackend(Backend):
         self._cast_inputs(module, [owner for owner in units[-1].own if owner is not module], root)
         return NativeSharded(root, module, orders, replicated, self.runtime)
 
-    def _cast_inputs(
-        self, module: nn.Module, unit_modules: Iterable[nn.Module], root: FullyShardedDataParallel
-    ) -> None:
+    def _cast_inputs(self, module: nn.Module, unit_modules: Iterable[nn.Module], root: FSDP) -> None:
         """Cast the arguments of the user's module; with ``mixed_precision``, also of modules that a step calls."""
         policy = self.options.mixed_precision
         if policy is None:
-            cast_inputs_of(module, self._mixed_precision())
+            cast_inputs_of_calls(module, self._mixed_precision())
         elif policy.param_dtype is not None and policy.cast_root_forward_inputs:
-            StepInputs(module, [*unit_modules, *FullyShardedDataParallel.fsdp_modules(root)[1:]], policy.param_dtype)
+            StepInputs(module, [*unit_modules, *FSDP.fsdp_modules(root)[1:]], policy.param_dtype)
 
     # -- arguments for torch ---------------------------------------------------------------------------------------
 
@@ -205,27 +206,24 @@ class NativeBackend(Backend):
         return self.options.strategy is not ShardingStrategy.NO_SHARD and self.runtime.world_size > 1
 
     def _ignored(self, cls: type[Any]) -> list[Any]:
+        """The modules, or the parameters, that the user's options say to ignore."""
         ignored = [*(self.options.ignored_modules or ()), *(self.options.ignored_states or ())]
         return [each for each in ignored if isinstance(each, cls)]
 
-    def _ranks_to_shard_over(self) -> dict[str, Any]:
-        if self._ranks is None:
-            self._ranks = ranks_to_shard_over(
-                self.options.strategy,
-                self.options.process_group,
-                self.options.device_mesh,
-                self.options.auto_wrap_policy not in ("auto", None),
-                self.runtime,
-            )
-        return self._ranks
+    def _mesh_arguments(self) -> dict[str, Any]:
+        """The arguments of ``FullyShardedDataParallel`` that say over which ranks to shard."""
+        if self._made_mesh_arguments is None:
+            has_policy = self.options.auto_wrap_policy not in ("auto", None)
+            self._made_mesh_arguments = mesh_arguments(self.options, self.runtime, has_policy=has_policy)
+        return self._made_mesh_arguments
 
     def group_to_shard_over(self) -> Any:
         """The process group over which parameters are sharded; ``None`` for all ranks."""
-        mesh = self._ranks_to_shard_over()
-        group = mesh.get("process_group")
-        if "device_mesh" in mesh:
-            group = mesh["device_mesh"].get_group(mesh["device_mesh"].ndim - 1)
-        return group[0] if isinstance(group, tuple) else group
+        mesh = self._mesh_arguments().get("device_mesh")
+        if mesh is not None:
+            return mesh.get_group(mesh.ndim - 1)
+        group = self._mesh_arguments().get("process_group")
+        return group[0] if isinstance(group, tuple) else group  # the pair of hybrid sharding: to shard, to replicate
 
     def _mixed_precision(self) -> MixedPrecision:
         if self.options.mixed_precision is not None:
@@ -234,14 +232,14 @@ class NativeBackend(Backend):
             param_dtype=self.precision.compute, reduce_dtype=self.precision.reduce, cast_forward_inputs=True
         )
 
-    def _wrapped(self, unit: nn.Module, replicated: list[nn.Parameter]) -> FullyShardedDataParallel:
+    def _wrap(self, unit: nn.Module, replicated: list[nn.Parameter]) -> FSDP:
         with warnings.catch_warnings():
             # one rank has nothing to shard, which needs no warning
             warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
-            wrapped = FullyShardedDataParallel(
+            wrapped = FSDP(
                 unit,
                 **{
-                    **self._ranks_to_shard_over(),
+                    **self._mesh_arguments(),
                     "sharding_strategy": self.options.strategy,
                     "cpu_offload": CPUOffload(offload_params=self.offloads_from_device),
                     "backward_prefetch": self.options.prefetch,
@@ -255,11 +253,11 @@ class NativeBackend(Backend):
                 },
             )
         instance: Any = wrapped
-        instance.__class__ = WrappedUnit
+        instance.__class__ = WrappedUnit  # only now: what FSDP1 sets while it builds a wrapper is not the module's
         return wrapped
 
 
-#: What is decided beside units, as in the plan: the options of ``wrap``.
+#: The topic in the plan's details under which the ``wrap`` options of units stand, by the name of the unit.
 _UNIT_OPTIONS = "wrap() options"
 
 

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, overload
 from fsdp_core.lightning import LightningOptions, ShardedStrategy, takes
 from fsdp_core.sharding import ShardingOptions
 from fsdp_cuda_native.backend import NativeBackend
-from fsdp_cuda_native.options import ALWAYS, OTHER_OPTIONS, NativeOptions
+from fsdp_cuda_native.options import ACCEPTED_VALUES, OTHER_OPTIONS, NativeOptions
 
-__all__ = ["FURTHER_BY_POSITION", "NativeRanks"]
+__all__ = ["FURTHER_BY_POSITION", "NativeStrategy"]
 
 #: The options that may be given by position, after those of the front end, as in Lightning 1.x.
 FURTHER_BY_POSITION = (
@@ -22,14 +22,14 @@ FURTHER_BY_POSITION = (
 class _Options(NativeOptions, LightningOptions): ...
 
 
-class NativeRanks(ShardedStrategy):
+class NativeStrategy(ShardedStrategy):
     """The half of ``"fsdp_native"`` that is the same under Trainer and Fabric."""
 
     strategy_name = "fsdp_native"
     options_class: ClassVar[type[ShardingOptions]] = _Options
     backend_class = NativeBackend
     migration_hints: ClassVar = OTHER_OPTIONS
-    accepted_noops: ClassVar = ALWAYS
+    accepted_noops: ClassVar = ACCEPTED_VALUES
 
     options: NativeOptions
     backend: NativeBackend

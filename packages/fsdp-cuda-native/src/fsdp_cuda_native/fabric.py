@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from fsdp_core.lightning import ShardedFabricStrategy
-from fsdp_cuda_native.constructor import FURTHER_BY_POSITION, NativeRanks
+from fsdp_cuda_native.constructor import FURTHER_BY_POSITION, NativeStrategy
 
 __all__ = ["NativeFSDPStrategy"]
 
 
-class NativeFSDPStrategy(NativeRanks, ShardedFabricStrategy):
+class NativeFSDPStrategy(NativeStrategy, ShardedFabricStrategy):
     """Shards modules with torch's ``FullyShardedDataParallel`` under Fabric, on CUDA or on the CPU.
 
     ``Fabric(strategy="fsdp_native")`` is this class with its defaults.

@@ -15,19 +15,19 @@ from fsdp_core import UnsupportedCapabilityError
 from fsdp_core.lightning import LightningOptions, takes
 from fsdp_core.sharding import ShardingOptions, WrapPolicy, describe_policy, option
 from fsdp_cuda_native.backend import NativeBackend
-from fsdp_cuda_native.constructor import NativeRanks
+from fsdp_cuda_native.constructor import NativeStrategy
 from fsdp_cuda_native.fabric import NativeFSDPStrategy
 from fsdp_cuda_native.options import NativeOptions
 from fsdp_cuda_native.trainer import DDPFullyShardedNativeStrategy
 
 __all__ = ["DDPFullyShardedStrategy", "FabricFullyShardedStrategy", "FairscaleOptions"]
 
-#: Fairscale's options without a counterpart: the default, and what to write instead of any other value.
-_WITHOUT_COUNTERPART: dict[str, tuple[object, str]] = {
-    "flatten_parameters": (True, "Parameters are always flattened; use strategy='fsdp2' to keep them apart."),
-    "move_grads_to_cpu": (None, "Gradients are where their shards are: write cpu_offload=True, or leave it out."),
-    "bucket_cap_mb": (25, "Leave it out: each unit is reduced at once."),
-    "state_dict_to_cpu": (True, "Leave it out: checkpoints never pass through a full copy on the device."),
+#: Fairscale's options without a counterpart, which take their default alone: what to write instead of another value.
+_WITHOUT_COUNTERPART = {
+    "flatten_parameters": "Parameters are always flattened; use strategy='fsdp2' to keep them apart.",
+    "move_grads_to_cpu": "Gradients are where their shards are: write cpu_offload=True, or leave it out.",
+    "bucket_cap_mb": "Leave it out: each unit is reduced at once.",
+    "state_dict_to_cpu": "Leave it out: checkpoints never pass through a full copy on the device.",
 }
 
 
@@ -74,18 +74,20 @@ class FairscaleOptions(NativeOptions):
         sharding_strategy, mixed_precision = self.sharding_strategy, self.mixed_precision
         auto_wrap_policy = self.auto_wrap_policy
         if self.reshard_after_forward is not None:
-            _refuse_two_spellings("reshard_after_forward", "sharding_strategy", sharding_strategy is not None)
+            _refuse_two_spellings(
+                "reshard_after_forward", "sharding_strategy", are_both_given=sharding_strategy is not None
+            )
             sharding_strategy = "FULL_SHARD" if self.reshard_after_forward else "SHARD_GRAD_OP"
         if self.compute_dtype is not None:
             _check_dtype(self.compute_dtype)
-            _refuse_two_spellings("compute_dtype", "mixed_precision", mixed_precision is not None)
+            _refuse_two_spellings("compute_dtype", "mixed_precision", are_both_given=mixed_precision is not None)
             mixed_precision = MixedPrecision(
                 param_dtype=self.compute_dtype,
                 reduce_dtype=torch.float32 if self.fp32_reduce_scatter else self.compute_dtype,
                 cast_forward_inputs=True,
             )
         if self.min_num_params is not None:
-            _refuse_two_spellings("min_num_params", "auto_wrap_policy", auto_wrap_policy != "auto")
+            _refuse_two_spellings("min_num_params", "auto_wrap_policy", are_both_given=auto_wrap_policy != "auto")
             _check_number(self.min_num_params)
             auto_wrap_policy = partial(size_based_auto_wrap_policy, min_num_params=int(self.min_num_params))
         values = {field.name: getattr(self, field.name) for field in fields(NativeOptions)}
@@ -111,7 +113,7 @@ _BY_POSITION = (
 class _Options(FairscaleOptions, LightningOptions): ...
 
 
-class _Ranks(NativeRanks):
+class _FairscaleStrategy(NativeStrategy):
     strategy_name = "ddp_fully_sharded"
     options_class: ClassVar[type[ShardingOptions]] = _Options
 
@@ -127,7 +129,7 @@ class _Ranks(NativeRanks):
         super().__init__(*positional, **options)
 
 
-class DDPFullyShardedStrategy(_Ranks, DDPFullyShardedNativeStrategy):
+class DDPFullyShardedStrategy(_FairscaleStrategy, DDPFullyShardedNativeStrategy):
     """``fsdp_native`` with the options of Lightning's former fairscale strategy.
 
     Example:
@@ -139,7 +141,7 @@ class DDPFullyShardedStrategy(_Ranks, DDPFullyShardedNativeStrategy):
     positional: ClassVar[Sequence[str]] = (*_BY_POSITION, "precision_plugin", "process_group_backend")
 
 
-class FabricFullyShardedStrategy(_Ranks, NativeFSDPStrategy):
+class FabricFullyShardedStrategy(_FairscaleStrategy, NativeFSDPStrategy):
     """What ``Fabric(strategy="ddp_fully_sharded")`` means: ``fsdp_native`` with fairscale's options.
 
     Example:
@@ -150,8 +152,8 @@ class FabricFullyShardedStrategy(_Ranks, NativeFSDPStrategy):
     positional: ClassVar[Sequence[str]] = (*_BY_POSITION, "precision", "process_group_backend")
 
 
-def _refuse_two_spellings(old: str, new: str, both: bool) -> None:
-    if both:
+def _refuse_two_spellings(old: str, new: str, *, are_both_given: bool) -> None:
+    if are_both_given:
         raise UnsupportedCapabilityError(
             f"{old} and {new} are an old and a new spelling of one option.\nWrite {new} alone."
         )
@@ -186,8 +188,8 @@ def refuse_fairscales_options(options: FairscaleOptions) -> None:
     """
     refused = [
         f"strategy 'ddp_fully_sharded' can't take {name}={value!r}, which only fairscale had.\n{instead}"
-        for name, (default, instead) in _WITHOUT_COUNTERPART.items()
-        if (value := getattr(options, name)) != default
+        for name, instead in _WITHOUT_COUNTERPART.items()
+        if (value := getattr(options, name)) != getattr(FairscaleOptions, name)
     ]
     if refused:
         raise UnsupportedCapabilityError("\n".join(refused))

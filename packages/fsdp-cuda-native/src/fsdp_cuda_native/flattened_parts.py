@@ -1,20 +1,24 @@
-"""Parts of units under ``use_orig_params=False``: FSDP1 leaves modules inside a unit without own parameters."""
+"""Parts of units under ``use_orig_params=False``: FSDP1 leaves modules inside a unit without own parameters.
+
+A *part* is a module inside a unit that is no unit. Its parameters are in the unit's flat parameter. While the unit is
+freed, the part has none, and holds views whose memory is freed as plain attributes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from types import MethodType
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 from torch import Tensor, nn
 
 from fsdp_core import UnsupportedCapabilityError
 from fsdp_core.sharding import outside_of_compilation, without_torch_function
 
-__all__ = ["RunningParts", "refuse_parts", "refuse_use_while_freed"]
+__all__ = ["RunningCalls", "refuse_parts", "refuse_use_while_freed"]
 
-#: The attribute of a part with its name, what its modules lack, and its :class:`RunningParts`.
+#: The attribute of a part with its :class:`_Lacking`.
 _LACKING = "_fsdp_cuda_native_lacking"
 
 _INSTEAD = (
@@ -23,14 +27,15 @@ _INSTEAD = (
 )
 
 
-class RunningParts:
-    """Whether parts or units are being called: the model's own ``forward()`` may then loop over their parameters."""
+class RunningCalls:
+    """Counts the running calls of parts and units: the model's own ``forward()`` may loop over their parameters.
+
+    Attributes:
+        depth: How many are running, one inside the other.
+    """
 
     def __init__(self) -> None:
-        self._depth = 0
-
-    def __bool__(self) -> bool:
-        return self._depth > 0
+        self.depth = 0
 
     def count_calls(self, module: nn.Module) -> None:
         """Count the running calls of a module."""
@@ -39,24 +44,38 @@ class RunningParts:
 
     @outside_of_compilation
     def _begin(self, *_: Any) -> None:
-        self._depth += 1
+        self.depth += 1
 
     @outside_of_compilation
     def _end(self, *_: Any) -> None:
-        self._depth -= 1
+        self.depth -= 1
 
 
-def refuse_parts(part: nn.Module, name: str, lacking: Sequence[tuple[nn.Module, str]], running: RunningParts) -> None:
+class _Lacking(NamedTuple):
+    """What a part lacks.
+
+    Attributes:
+        name: The user's name of the part.
+        parameters: The part's parameters in the unit's flat parameter, each by its module and its name there.
+        running: The calls during which the part may lack them.
+    """
+
+    name: str
+    parameters: Sequence[tuple[nn.Module, str]]
+    running: RunningCalls
+
+
+def refuse_parts(part: nn.Module, name: str, lacking: Sequence[tuple[nn.Module, str]], running: RunningCalls) -> None:
     """Refuse to loop over a part's parameters, of which FSDP1 leaves none, and to freeze them: nothing would happen.
 
     Args:
-        part: The module, which is no unit.
-        name: The user's name of it.
+        part: The part.
+        name: The user's name of the part.
         lacking: Each parameter of the part that is in a unit's flat parameter, by its module and its name there.
-        running: Whether parts are being called. Then nothing is refused.
+        running: The running calls of parts and units. During these nothing is refused.
     """
     running.count_calls(part)
-    part.__dict__[_LACKING] = name, lacking, running
+    part.__dict__[_LACKING] = _Lacking(name, lacking, running)
     part.__dict__["requires_grad_"] = partial(_refuse_freezing, name)
     part.__dict__["named_parameters"] = MethodType(_named_parameters, part)  # which parameters() and zero_grad() call
 
@@ -64,15 +83,17 @@ def refuse_parts(part: nn.Module, name: str, lacking: Sequence[tuple[nn.Module, 
 def _named_parameters(
     self: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    name, lacking, running = self.__dict__[_LACKING]
-    # within gathered() and as_user_wrote() parameters are there
+    lacking: _Lacking = self.__dict__[_LACKING]
     absent = [
-        attribute for owner, attribute in lacking if (recurse or owner is self) and attribute not in owner._parameters
+        attribute
+        for owner, attribute in lacking.parameters
+        # within gathered() and as_user_wrote() parameters are there
+        if (recurse or owner is self) and attribute not in owner._parameters
     ]
-    if absent and not running:
+    if absent and not lacking.running.depth:
         raise UnsupportedCapabilityError(
-            f"parameters() of {name!r} would lack {absent[0]!r}, and what loops over them would leave that out: it is "
-            f"a part of a flat parameter of a module around it.\n{_INSTEAD}"
+            f"parameters() of {lacking.name!r} would lack {absent[0]!r}, and what loops over them would leave that "
+            f"out: it is a part of a flat parameter of a module around it.\n{_INSTEAD}"
         )
     return type(self).named_parameters(self, prefix, recurse, remove_duplicate)
 
@@ -100,7 +121,10 @@ _SAFE_ATTRIBUTES = frozenset(
 
 
 class _FreedView:
-    """A view of a flat parameter, which a module still holds in place of its parameter when the memory is freed."""
+    """A view of a flat parameter, which a module still holds in place of its parameter when the memory is freed.
+
+    torch ends the process if something is computed with it then.
+    """
 
     _fsdp_name: str
 

@@ -9,34 +9,32 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp_core import Runtime, UnsupportedCapabilityError
-from fsdp_cuda_native.options import HYBRID
+from fsdp_cuda_native.options import HYBRID, NativeOptions
 
-__all__ = ["ranks_to_shard_over"]
+__all__ = ["mesh_arguments"]
 
 
-def ranks_to_shard_over(
-    strategy: ShardingStrategy, process_group: Any, mesh: Any, policy_is_given: bool, runtime: Runtime
-) -> dict[str, Any]:
+def mesh_arguments(options: NativeOptions, runtime: Runtime, *, has_policy: bool) -> dict[str, Any]:
     """Keyword arguments for ``FullyShardedDataParallel``: a mesh, a process group, or none for all ranks.
 
     Args:
-        strategy: The sharding strategy.
-        process_group: The user's option: for hybrid sharding a pair, the ranks to shard over and those to replicate
-            over.
-        mesh: The user's option: a mesh or its shape, for hybrid sharding ``(replicas, ranks of each)``.
-        policy_is_given: Whether the user passed an ``auto_wrap_policy``. Hybrid sharding may then shard over the ranks
-            of each host, as torch does.
+        options: The user's options. For hybrid sharding, ``process_group`` is a pair, of the ranks to shard over and
+            those to replicate over, and ``device_mesh`` a mesh, or its shape, of replicas and the ranks of each.
         runtime: All ranks.
+        has_policy: Whether the user passed an ``auto_wrap_policy``. Hybrid sharding may then shard over the ranks of
+            each host, as torch does.
 
     Raises:
         UnsupportedCapabilityError: The mesh or the groups do not fit the sharding strategy or the ranks.
     """
-    hybrid = strategy in HYBRID
-    if process_group is not None:
-        _check_groups(process_group, strategy, runtime)
-        return {"process_group": process_group}
-    if hybrid and mesh is None:
-        if not policy_is_given:
+    strategy = options.strategy
+    mesh = options.device_mesh
+    is_hybrid = strategy in HYBRID
+    if options.process_group is not None:
+        _check_groups(options.process_group, strategy, runtime)
+        return {"process_group": options.process_group}
+    if is_hybrid and mesh is None:
+        if not has_policy:
             raise UnsupportedCapabilityError(
                 f"sharding_strategy={strategy.name.strip('_')!r} needs to know which ranks to shard over.\n"
                 f"Write device_mesh=(replicas, ranks of each), such as (2, {max(1, runtime.world_size // 2)}), "
@@ -46,7 +44,7 @@ def ranks_to_shard_over(
     if mesh is None:
         return {}
     shape = tuple(mesh.shape) if isinstance(mesh, DeviceMesh) else tuple(mesh)
-    if hybrid:
+    if is_hybrid:
         _check_hybrid(shape, strategy, runtime)
     elif len(shape) != 1:
         raise UnsupportedCapabilityError(
@@ -60,11 +58,12 @@ def ranks_to_shard_over(
         )
     if isinstance(mesh, DeviceMesh):
         return {"device_mesh": mesh}
-    names = ("replicate", "shard") if hybrid else ("shard",)
+    names = ("replicate", "shard") if is_hybrid else ("shard",)
     return {"device_mesh": init_device_mesh(runtime.device.type, shape, mesh_dim_names=names)}
 
 
 def _check_groups(process_group: Any, strategy: ShardingStrategy, runtime: Runtime) -> None:
+    """Refuse groups that would leave gradients of some ranks out, or nothing to shard."""
     pair = process_group if isinstance(process_group, tuple) else (process_group,)
     if strategy not in HYBRID:
         if len(pair) != 1 or dist.get_world_size(pair[0]) != runtime.world_size:
@@ -93,6 +92,7 @@ def _check_groups(process_group: Any, strategy: ShardingStrategy, runtime: Runti
 
 
 def _check_hybrid(shape: tuple[int, ...], strategy: ShardingStrategy, runtime: Runtime) -> None:
+    """Refuse a mesh that is not (replicas, ranks of each) of all ranks, or leaves nothing to shard."""
     if len(shape) != 2 or shape[0] * shape[1] != runtime.world_size:
         raise UnsupportedCapabilityError(
             f"device_mesh of shape {shape} does not divide {runtime.world_size} ranks into replicas that shard.\n"

@@ -13,28 +13,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 from fsdp_core import UnsupportedCapabilityError
-from fsdp_core.sharding import (
-    ActivationCheckpointingPolicy,
-    ShardingOptions,
-    WrapPolicy,
-    describe_policy,
-    option,
-)
+from fsdp_core.sharding import ActivationCheckpointingPolicy, ShardingOptions, WrapPolicy, describe_policy, option
 
 __all__ = [
-    "ALWAYS",
+    "ACCEPTED_VALUES",
     "HYBRID",
     "OTHER_OPTIONS",
+    "STAY_GATHERED",
     "NativeOptions",
     "check_mixed_precision",
-    "named_member",
+    "parse_member",
     "wants_offload",
 ]
 
+#: The strategies that shard within groups of ranks, and replicate across them. The second has no public name.
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
+#: The strategies that leave units gathered between their forward and their backward pass.
+STAY_GATHERED = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
 #: Values of other libraries' options that are accepted, because they describe what happens here.
-ALWAYS: Mapping[str, Collection[object]] = {
+ACCEPTED_VALUES: Mapping[str, Collection[object]] = {
     "sync_module_states": (True,),
     "flatten_parameters": (True,),
     "data_parallel_size": ("auto",),
@@ -60,14 +59,14 @@ OTHER_OPTIONS: Mapping[str, str] = {
 E = TypeVar("E", ShardingStrategy, BackwardPrefetch)
 
 
-def named_member(option: str, enum: type[E], value: E | str) -> E:
+def parse_member(option_name: str, enum: type[E], value: E | str) -> E:
     """Return a member of one of torch's enums, given itself or its case-insensitive name.
 
     Raises:
         UnsupportedCapabilityError: There is no such member.
 
     Example:
-        >>> named_member("sharding_strategy", ShardingStrategy, "shard_grad_op")
+        >>> parse_member("sharding_strategy", ShardingStrategy, "shard_grad_op")
         <ShardingStrategy.SHARD_GRAD_OP: 2>
     """
     if isinstance(value, enum):
@@ -76,7 +75,7 @@ def named_member(option: str, enum: type[E], value: E | str) -> E:
     named = names.get(str(value).upper().strip("_"))
     if named is None:
         raise UnsupportedCapabilityError(
-            f"{option}={value!r} is not known to 'fsdp_native'.\nWrite one of: {', '.join(map(repr, names))}."
+            f"{option_name}={value!r} is not known to 'fsdp_native'.\nWrite one of: {', '.join(map(repr, names))}."
         )
     return named
 
@@ -119,7 +118,7 @@ def classes_to_checkpoint(
             "activation_checkpointing and activation_checkpointing_policy are two spellings of one option.\n"
             "Write activation_checkpointing_policy={MyBlock} alone."
         )
-    classes = (old,) if isinstance(old, type) else tuple(old) if isinstance(old, Iterable) else (old,)
+    classes = (old,) if isinstance(old, type) or not isinstance(old, Iterable) else tuple(old)
     wrong = [element for element in classes if not (isinstance(element, type) and issubclass(element, nn.Module))]
     if wrong or not classes:
         raise UnsupportedCapabilityError(
@@ -146,12 +145,12 @@ def check_mixed_precision(mixed_precision: object) -> None:
 
 def strategy_member(value: ShardingStrategy | str) -> ShardingStrategy:
     """``sharding_strategy`` as torch's enum."""
-    return named_member("sharding_strategy", ShardingStrategy, value)
+    return parse_member("sharding_strategy", ShardingStrategy, value)
 
 
 def prefetch_member(value: BackwardPrefetch | str | None) -> BackwardPrefetch | None:
     """``backward_prefetch`` as torch's enum."""
-    return None if value is None else named_member("backward_prefetch", BackwardPrefetch, value)
+    return None if value is None else parse_member("backward_prefetch", BackwardPrefetch, value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,9 +203,9 @@ class NativeOptions(ShardingOptions):
     """Whether at most two units are gathered ahead, to bound memory."""
 
     def __post_init__(self) -> None:
-        self.strategy, self.prefetch, self.offloads  # noqa: B018  # checks them
+        self.strategy, self.prefetch, self.offloads  # noqa: B018  # raise for a value that is not known
         _check_options(self)
-        self.checkpointing_policy  # noqa: B018
+        self.checkpointing_policy  # noqa: B018  # raises too
 
     @cached_property
     def strategy(self) -> ShardingStrategy:
@@ -256,10 +255,10 @@ def _check_options(options: NativeOptions) -> None:
         )
 
 
-def _check_ignored(name: str, ignored: object, kinds: tuple[type, ...], what: str) -> None:
+def _check_ignored(name: str, ignored: object, classes: tuple[type, ...], description: str) -> None:
     if ignored is None or (isinstance(ignored, Iterable) and not isinstance(ignored, Collection | nn.Module)):
         return  # of a generator, nothing can be looked at before it is used
-    if not isinstance(ignored, Collection) or not all(isinstance(each, kinds) for each in ignored):
+    if not isinstance(ignored, Collection) or not all(isinstance(each, classes) for each in ignored):
         raise UnsupportedCapabilityError(
-            f"{name}={ignored!r} does not name what is ignored.\nWrite a list of {what}: {name}=[model.head]."
+            f"{name}={ignored!r} does not name what is ignored.\nWrite a list of {description}: {name}=[model.head]."
         )

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from fsdp_core.lightning import ShardedTrainerStrategy
-from fsdp_cuda_native.constructor import FURTHER_BY_POSITION, NativeRanks
+from fsdp_cuda_native.constructor import FURTHER_BY_POSITION, NativeStrategy
 
 __all__ = ["DDPFullyShardedNativeStrategy"]
 
 
-class DDPFullyShardedNativeStrategy(NativeRanks, ShardedTrainerStrategy):
+class DDPFullyShardedNativeStrategy(NativeStrategy, ShardedTrainerStrategy):
     """Shards a LightningModule with torch's ``FullyShardedDataParallel``, on CUDA or on the CPU.
 
     ``Trainer(strategy="fsdp_native")`` is this class with its defaults.

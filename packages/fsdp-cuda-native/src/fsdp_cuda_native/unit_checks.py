@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel
+from torch.distributed.fsdp import BackwardPrefetch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from fsdp_core import ShardingError, UnsupportedCapabilityError
 from fsdp_core.sharding import options_of
 from fsdp_core.state import clean_name
-from fsdp_cuda_native.options import check_mixed_precision, named_member
+from fsdp_cuda_native.options import check_mixed_precision, parse_member
 
 __all__ = ["check_not_wrapped", "check_unit", "unit_options"]
 
@@ -38,7 +39,7 @@ def unit_options(name: str, module: nn.Module) -> dict[str, Any]:
         )
     check_mixed_precision(options.get("mixed_precision"))
     if options.get("backward_prefetch") is not None:
-        options["backward_prefetch"] = named_member("backward_prefetch", BackwardPrefetch, options["backward_prefetch"])
+        options["backward_prefetch"] = parse_member("backward_prefetch", BackwardPrefetch, options["backward_prefetch"])
     return options
 
 
@@ -82,18 +83,19 @@ def check_unit(
             "Use strategy='fsdp2', with auto_wrap_policy={ItsModule}, which makes a unit of it; or keep "
             "torch.view_as_real(values) as the parameter, and compute with torch.view_as_complex(parameter)."
         )
-    by_dtype = {p.dtype: name for name, p in named}
-    if len(by_dtype) > 1:
-        listing = ", ".join(f"{name!r} in {dtype}" for dtype, name in by_dtype.items())
+    example_by_dtype = {p.dtype: name for name, p in named}
+    if len(example_by_dtype) > 1:
+        listing = ", ".join(f"{name!r} in {dtype}" for dtype, name in example_by_dtype.items())
         raise ShardingError(
             f"one unit of sharding, {type(unit).__name__}, holds parameters of several dtypes: {listing}.\n"
             "Convert them to one dtype, or make units of them that hold one each, with auto_wrap_policy."
         )
-    by_grad = {p.requires_grad: name for name, p in named}
-    if len(by_grad) > 1 and not use_orig_params:
+    example_by_requires_grad = {p.requires_grad: name for name, p in named}
+    if len(example_by_requires_grad) > 1 and not use_orig_params:
+        trained, frozen = example_by_requires_grad[True], example_by_requires_grad[False]
         raise ShardingError(
-            f"one unit of sharding, {type(unit).__name__}, holds trainable parameters ({by_grad[True]!r}) and frozen "
-            f"ones ({by_grad[False]!r}), which one flat parameter can't.\n"
+            f"one unit of sharding, {type(unit).__name__}, holds trainable parameters ({trained!r}) and frozen "
+            f"ones ({frozen!r}), which one flat parameter can't.\n"
             "Write use_orig_params=True, or make units of them that hold one kind each, with auto_wrap_policy."
         )
 
@@ -106,7 +108,7 @@ def check_not_wrapped(module: nn.Module) -> None:
         UnsupportedCapabilityError: A ``wrap`` option can't be set per unit.
     """
     for name, submodule in module.named_modules():
-        if isinstance(submodule, FullyShardedDataParallel):
+        if isinstance(submodule, FSDP):
             raise ShardingError(
                 f"{type(module).__name__} is already sharded: {name or 'the root'!r} is a FullyShardedDataParallel.\n"
                 "Write fsdp_core.wrap(module) instead of FullyShardedDataParallel(module, ...), or leave both out "

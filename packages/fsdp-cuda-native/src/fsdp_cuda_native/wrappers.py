@@ -7,19 +7,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision
 
 from fsdp_core.sharding import KeptPart, OutsideAttributes, cast_inputs, detach_part
 from fsdp_core.state import gathered_modules
 
-__all__ = ["WrappedUnit", "called_for", "cast_inputs_of", "renew_parameters"]
+__all__ = ["WrappedUnit", "cast_inputs_of_calls", "module_to_wrap", "renew_parameters"]
 
 
-class WrappedUnit(OutsideAttributes, FullyShardedDataParallel):
-    """A unit, or the root.
+class WrappedUnit(OutsideAttributes, FSDP):
+    """FSDP1's wrapper of a unit, or of the root, whose modules and parameters have the user's names.
 
-    ``named_modules`` and what is built on it return the user's names, by which libraries select parameters, without the
-    ``_fsdp_wrapped_module`` that FSDP1 puts into them. FSDP1 strips that itself wherever it compares names.
+    FSDP1 puts ``_fsdp_wrapped_module`` into the names that ``named_modules`` and what is built on it return, and
+    libraries select parameters by name. FSDP1 strips that itself wherever it compares names.
     """
 
     def named_modules(
@@ -31,17 +32,17 @@ class WrappedUnit(OutsideAttributes, FullyShardedDataParallel):
         if remove_duplicate:
             memo.add(self)
         yield prefix, self
-        for wrapped in self.children():
+        for wrapped in self.children():  # without the name of the child
             yield from wrapped.named_modules(memo, prefix, remove_duplicate)
 
 
-def called_for(root: nn.Module, module: nn.Module) -> nn.Module:
+def module_to_wrap(root: nn.Module, module: nn.Module) -> nn.Module:
     """The module inside ``root`` to wrap for ``module``: itself, or its compiled version by :func:`torch.compile`.
 
     A compiled module calls its original directly, and would bypass a wrapper that replaced the original.
     """
     compiled = [parent for parent in root.modules() if dict(parent.named_children()).get("_orig_mod") is module]
-    return called_for(root, compiled[0]) if compiled else module
+    return module_to_wrap(root, compiled[0]) if compiled else module
 
 
 def renew_parameters(
@@ -50,7 +51,7 @@ def renew_parameters(
     """Replace the parameters that modules own with new ones of the same data and attributes.
 
     FSDP1 would turn the old parameters into shards in place, and an optimizer that has stepped would continue with
-    state of the old shapes. With new parameters it must be re-pointed, which is refused if it has stepped.
+    state of the old shapes. With new parameters it must be rebound, which is refused if it has stepped.
 
     Args:
         modules: The modules, each without its children.
@@ -60,7 +61,8 @@ def renew_parameters(
     Returns:
         By new parameter its part, for parameters that were sharded while they were built. They have no memory yet.
     """
-    renewed: dict[int, nn.Parameter] = {id(p): p for p in replicated}  # by the id of the old one, or of the new one
+    # by the id of the old one, and of the new one, which a further name of a tied parameter may hold already
+    renewed: dict[int, nn.Parameter] = {id(p): p for p in replicated}
     parts: dict[nn.Parameter, KeptPart] = {}
     for module in modules:
         for name, old in list(module.named_parameters(recurse=False)):
@@ -72,7 +74,7 @@ def renew_parameters(
                 renewed[id(old)] = renewed[id(new)] = new
                 if part is not None:
                     parts[new] = part
-                # free the memory of the old one, but keep its shape: an optimizer holds it until it is re-pointed
+                # free the memory of the old one, but keep its shape: an optimizer holds it until it is rebound
                 old.data = old.data.new_empty(()).expand(old.shape)
             module._parameters[name] = renewed[id(old)]
     return parts
@@ -85,8 +87,10 @@ def _without_memory(part: KeptPart, device: torch.device) -> torch.Tensor:
     return tensor
 
 
-def cast_inputs_of(module: nn.Module, policy: MixedPrecision) -> None:
-    """Cast the arguments of the user's module as those of the root: under the Trainer, a step method calls the module.
+def cast_inputs_of_calls(module: nn.Module, policy: MixedPrecision) -> None:
+    """Cast the arguments of the user's module in each call, as FSDP1 casts those of the root.
+
+    Under the Trainer the root is called with the step's arguments, and the step calls the module.
 
     Args:
         module: The module that the root wraps.

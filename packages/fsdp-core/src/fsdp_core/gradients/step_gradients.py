@@ -7,7 +7,7 @@ right on a piece, and any other would take the piece for the whole parameter or 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -390,6 +390,18 @@ def _mixture_refusal(name: str, names: tuple[str, ...]) -> UnsupportedCapability
     )
 
 
+def _devices_refusal(name: str, pieces: Sequence[Tensor]) -> UnsupportedCapabilityError:
+    names = dict.fromkeys(place_of(piece).name for piece in pieces)
+    devices = dict.fromkeys(str(piece.device) for piece in pieces)
+    return UnsupportedCapabilityError(
+        f"{_IN_WORDS.get(name, name)} of {' and '.join(map(repr, filter(None, names))) or 'pieces'} would compute with "
+        f"tensors on {' and '.join(devices)}: cpu_offload keeps gradients in host memory, and parameters too, but "
+        "those that are gathered while a step runs, such as what belongs to no unit, are on the device.\n"
+        "Write parameter.add_(parameter.grad.to(parameter.device)), which is right in either place; or leave "
+        "cpu_offload out."
+    )
+
+
 #: In a list of one element, how often users have written to pieces: assigned to without a ``global`` statement.
 _piece_writes = [0]
 
@@ -457,13 +469,18 @@ class Piece(Tensor):
         is_moved = is_assignment and not args[0].is_set_to(args[1])
         if func == _GRAD.__set__:
             vars(args[0]).pop(_HAS_GRADIENT_ELSEWHERE, None)
-        if shard is not None and kwargs.get("generator") is None:
-            with draw_for_shard(shard, args[0].device):  # replicas of a shard draw the same, other shards do not
-                result = func(*args, **kwargs)
-        elif func == _DATA.__get__ and issubclass(cls, ParameterPiece):
-            result = _shown_data(args[0])
-        else:
-            result = func(*args, **kwargs)
+        is_data = func == _DATA.__get__ and issubclass(cls, ParameterPiece)
+        has_generator = kwargs.get("generator") is not None
+        # replicas of a shard draw the same, other shards do not
+        drawing = nullcontext() if shard is None or has_generator else draw_for_shard(shard, args[0].device)
+        try:
+            with drawing:
+                result = _shown_data(args[0]) if is_data else func(*args, **kwargs)
+        except RuntimeError as error:
+            pieces = [tensor for tensor in _tensors((args, kwargs)) if isinstance(tensor, Piece)]
+            if len({piece.device.type for piece in pieces}) > 1:  # one of them is offloaded
+                raise _devices_refusal(name, pieces) from error
+            raise
         if is_moved:
             increment_version(args[0])  # a unit that is still gathered is gathered anew, as after other writes
         if issubclass(cls, ParameterPiece) and func in _ATTRIBUTES:

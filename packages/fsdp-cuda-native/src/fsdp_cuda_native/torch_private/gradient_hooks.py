@@ -9,16 +9,16 @@ from functools import partial
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_core import UnsupportedCapabilityError
-from fsdp_cuda_native.torch_private.flat_parameters import handle_of
+from fsdp_cuda_native.torch_private.flat_parameters.units import handle_of
 
-__all__ = ["call_gradient_hooks", "refuse_use_outside"]
+__all__ = ["enable_gradient_hooks", "refuse_use_outside"]
 
 
-def call_gradient_hooks(unit: FullyShardedDataParallel) -> None:
+def enable_gradient_hooks(unit: FSDP) -> None:
     """Let ``register_post_accumulate_grad_hook`` of a unit's parameters call hooks after each reduction.
 
     FSDP1 gives parameters their gradients itself, after the end of the backward pass, where autograd calls no hook. But
@@ -32,7 +32,7 @@ def call_gradient_hooks(unit: FullyShardedDataParallel) -> None:
         parameter.register_post_accumulate_grad_hook = partial(_register, weakref.ref(handle), weakref.ref(parameter))
 
 
-def refuse_use_outside(unit: FullyShardedDataParallel, names: Mapping[nn.Module, str]) -> None:
+def refuse_use_outside(unit: FSDP, names: Mapping[nn.Module, str]) -> None:
     """Refuse gradients of a unit's parameters that come from computing with them outside of its forward pass.
 
     A unit that is not sharded computes with views of its flat parameter, and FSDP1 reduces the gradient of that.
@@ -43,10 +43,12 @@ def refuse_use_outside(unit: FullyShardedDataParallel, names: Mapping[nn.Module,
         names: The user's names of modules.
     """
     flat = handle_of(unit).flat_param
-    for parameter, (attribute, module, _) in zip(flat._params or (), flat._param_infos, strict=False):
+    if flat._params is None:  # the flat parameter is the user's
+        return
+    for parameter, info in zip(flat._params, flat._param_infos, strict=True):
         required = parameter.requires_grad
         parameter.requires_grad_(True)  # torch places no hook otherwise, and a frozen parameter may be unfrozen later
-        refuse: Any = partial(_refuse, f"{names[module]}.{attribute}".removeprefix("."))
+        refuse: Any = partial(_refuse, f"{names[info.module]}.{info.param_name}".removeprefix("."))
         Tensor.register_hook(parameter, refuse)  # type: ignore[no-untyped-call]
         parameter.requires_grad_(required)
 
@@ -86,6 +88,7 @@ class _Hooks:
 def _register(
     handle_ref: weakref.ref[Any], parameter_ref: weakref.ref[Any], hook: Callable[[nn.Parameter], None]
 ) -> RemovableHandle:
+    """Replaces ``parameter.register_post_accumulate_grad_hook``."""
     handle: Any = handle_ref()
     parameter: Any = parameter_ref()
     if not parameter.requires_grad:

@@ -1,18 +1,24 @@
-"""A unit's gradients: those reduced to its shard, and unreduced ones at the flat parameter."""
+"""A unit's gradients: those reduced to its shard, and unreduced ones at the flat parameter.
+
+After a backward pass FSDP1 gives ``flat_param.grad`` the reduced gradient, in the shape of the shard, and each
+parameter a view of it (``_use_sharded_grad_views``). Under ``no_sync()``, ``flat_param.grad`` is an unreduced gradient
+of all elements instead; the reduced one of earlier passes is set aside (``_saved_grad_shard``), and parameters get
+views of the unreduced one (``_use_unsharded_grad_views``). FSDP1 gives frozen parameters none, also of a gradient that
+they had before: here they keep it. And here gradients of both kinds are read and restored, for checkpoints.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from fsdp_core.sharding import outside_of_compilation, show_gradient_elsewhere, without_torch_function
-from fsdp_cuda_native.torch_private.flat_parameters import handle_of
+from fsdp_cuda_native.torch_private.flat_parameters.units import handle_of, is_trained
 
 __all__ = [
     "drop_gradients",
@@ -26,12 +32,12 @@ __all__ = [
 ]
 
 
-def keep_gradients_of_frozen(unit: FullyShardedDataParallel) -> None:
+def keep_gradients_of_frozen(unit: FSDP) -> None:
     """Let parameters that are frozen keep the gradients that they have, as in plain torch.
 
     FSDP1 drops them at the end of the next forward pass, and sets them to zero in the flat parameter's gradient: what
     was accumulated before parameters were frozen for a call would be lost. Copies are shown instead, because FSDP1 also
-    adds the gradients of frozen parameters to that of the flat parameter. When it gathers, it takes the copies back.
+    adds the gradients of frozen parameters to that of the flat parameter. When FSDP1 gathers, it takes the copies back.
 
     Args:
         unit: The unit.
@@ -39,7 +45,7 @@ def keep_gradients_of_frozen(unit: FullyShardedDataParallel) -> None:
     handle = handle_of(unit)
     if handle._use_orig_params:
         shown_gradients = _ShownGradients(handle, weakref.ref(unit))
-        handle._use_sharded_grad_views = shown_gradients.show_guarded
+        handle._use_sharded_grad_views = shown_gradients.show_when_freed
         handle._use_unsharded_grad_views = shown_gradients.show_unreduced
 
 
@@ -52,7 +58,7 @@ class _ShownGradients:
     """
 
     def __init__(self, handle: Any, unit_ref: weakref.ref[Any]) -> None:
-        self._handle = weakref.ref(handle)
+        self._handle_ref = weakref.ref(handle)
         self._unit_ref = unit_ref
         #: For each parameter, the gradient that it has shown last, if it was trained then.
         self._last_shown: list[weakref.ref[Tensor] | None] = [None] * len(handle.flat_param._params)
@@ -60,13 +66,14 @@ class _ShownGradients:
         self._copied: set[int] = set()
         #: The indices of parameters whose gradients are not reduced yet.
         self._unreduced: set[int] = set()
-        #: The indices of parameters of which this rank holds no element; ``None`` until they are sharded.
-        self._without_elements: list[int] | None = None
+        infos = handle.flat_param._shard_param_infos
+        #: The indices of parameters of which this rank holds no element.
+        self._without_elements = [index for index, info in enumerate(infos) if not info.in_shard]
 
     @outside_of_compilation
-    def show_guarded(self) -> None:
-        """Show gradients after the parameters were freed, also if parameters are guarded."""
-        handle: Any = self._handle()
+    def show_when_freed(self) -> None:
+        """Show gradients after the parameters were freed. Replaces the handle's ``_use_sharded_grad_views``."""
+        handle: Any = self._handle_ref()
         flat = handle.flat_param
         with without_torch_function():
             waits_for_reduction = (
@@ -82,16 +89,13 @@ class _ShownGradients:
 
     def _show_elsewhere(self) -> None:
         """Let parameters of which this rank holds no element show whether other ranks have a gradient for them."""
-        handle: Any = self._handle()
+        handle: Any = self._handle_ref()
         flat = handle.flat_param
-        if self._without_elements is None:
-            infos = flat._shard_param_infos
-            self._without_elements = [index for index, info in enumerate(infos) if not info.in_shard]
         if not self._without_elements:
             return
         has_gradient = handle.sharded_grad is not None
         if not has_gradient and len(self._without_elements) == len(flat._params):
-            return  # FSDP1 drops the unit's gradient on a rank where no parameter shows one
+            return  # nothing tells: FSDP1 drops the unit's gradient on a rank where no parameter shows one
         for index in self._without_elements:
             parameter = flat._params[index]
             is_shown = has_gradient and parameter.requires_grad and not flat._is_grad_none_mask[index]
@@ -99,9 +103,9 @@ class _ShownGradients:
 
     def show(self) -> None:
         """Show reduced gradients, as FSDP1 does when nothing waits for a reduction; frozen parameters keep theirs."""
-        handle: Any = self._handle()
+        handle: Any = self._handle_ref()
         params = handle.flat_param._params
-        kept_gradients = {} if all(map(_is_trained, params)) else self._gradients_of_frozen(params)
+        kept_gradients = {} if all(map(is_trained, params)) else self._gradients_of_frozen(params)
         reduced_now = self._take_frozen_before_reduction(params)
         type(handle)._use_sharded_grad_views(handle)
         self._note_shown(params)
@@ -110,7 +114,7 @@ class _ShownGradients:
         for index in reduced_now:
             kept_gradients.pop(index, None)
             if handle.uses_sharded_strategy:
-                self._copied.discard(index)
+                self._copied.discard(index)  # a part of the reduced gradient, which is copied below
             else:  # the gradient is shown itself, not a copy: FSDP1 may still reduce it in place
                 self._copied.add(index)
                 self._unreduced.add(index)
@@ -144,14 +148,14 @@ class _ShownGradients:
 
     def _wait_for_reduction(self) -> None:
         """Let the current stream of an accelerator wait for the one in which gradients are reduced."""
-        unit, handle = self._unit_ref(), self._handle()
+        unit, handle = self._unit_ref(), self._handle_ref()
         assert handle is not None  # it is the caller
         if handle.device.type != "cpu" and unit is not None and hasattr(unit, "_post_backward_stream"):
             unit._device_handle.current_stream().wait_stream(unit._post_backward_stream)
 
     def _part_of_reduced(self, index: int) -> Tensor | None:
         """This rank's part of a parameter's reduced gradient; ``None`` if it has none."""
-        handle: Any = self._handle()
+        handle: Any = self._handle_ref()
         flat = handle.flat_param
         info = flat._shard_param_infos[index]
         reduced: Tensor | None = handle.sharded_grad
@@ -162,8 +166,11 @@ class _ShownGradients:
         return part.view(parameter.shape).to(parameter.dtype)
 
     def show_unreduced(self) -> None:
-        """Show gradients before they are reduced; without sharding, also afterwards, because they stay in place."""
-        handle: Any = self._handle()
+        """Show gradients before they are reduced; without sharding, also afterwards, because they stay in place.
+
+        Replaces the handle's ``_use_unsharded_grad_views``.
+        """
+        handle: Any = self._handle_ref()
         with without_torch_function():  # a parameter may be guarded as a piece, to which no full gradient belongs
             type(handle)._use_unsharded_grad_views(handle)
         params = handle.flat_param._params
@@ -181,10 +188,7 @@ class _ShownGradients:
             self._last_shown[index] = None if gradient is None else weakref.ref(gradient)
 
 
-_is_trained = attrgetter("requires_grad")
-
-
-def unreduced_gradients(unit: FullyShardedDataParallel) -> dict[tuple[nn.Module, str], Tensor]:
+def unreduced_gradients(unit: FSDP) -> dict[tuple[nn.Module, str], Tensor]:
     """The gradients that a unit has accumulated without reducing them, by module and parameter name.
 
     Without sharding, reduced ones are among them. That does no harm: to average equal gradients again changes nothing.
@@ -198,9 +202,7 @@ def unreduced_gradients(unit: FullyShardedDataParallel) -> dict[tuple[nn.Module,
     return {(info.module, info.param_name): view for info, view in zip(flat._param_infos, views, strict=True)}
 
 
-def set_unreduced_gradients(
-    unit: FullyShardedDataParallel, gradients: Mapping[tuple[nn.Module, str], Callable[[], Tensor]]
-) -> None:
+def set_unreduced_gradients(unit: FSDP, gradients: Mapping[tuple[nn.Module, str], Callable[[], Tensor]]) -> None:
     """Restore gradients that :func:`unreduced_gradients` returned.
 
     Args:
@@ -210,7 +212,7 @@ def set_unreduced_gradients(
     """
     handle = handle_of(unit)
     flat = handle.flat_param
-    flat._post_backward_called = True
+    flat._post_backward_called = True  # as after a backward pass that has reduced nothing
     values = {owner_and_name: read() for owner_and_name, read in gradients.items()}
     # without sharding, reduced gradients are among them, which have the dtype of the parameters
     dtype = handle._fwd_bwd_param_dtype if handle.uses_sharded_strategy else flat.dtype
@@ -232,7 +234,7 @@ def set_unreduced_gradients(
         handle._use_unsharded_grad_views()
 
 
-def reduced_gradient(unit: FullyShardedDataParallel) -> Tensor | None:
+def reduced_gradient(unit: FSDP) -> Tensor | None:
     """This rank's elements of a unit's reduced gradient, laid out as its shard.
 
     Returns:
@@ -251,13 +253,13 @@ def reduced_gradient(unit: FullyShardedDataParallel) -> Tensor | None:
     return None
 
 
-def saved_gradient(unit: FullyShardedDataParallel) -> Tensor | None:
+def saved_gradient(unit: FSDP) -> Tensor | None:
     """A unit's reduced gradient, which FSDP1 has set aside while an unreduced one accumulates."""
     saved: Tensor | None = getattr(handle_of(unit).flat_param, "_saved_grad_shard", None)
     return saved
 
 
-def set_reduced_gradient(unit: FullyShardedDataParallel, grad: Tensor) -> None:
+def set_reduced_gradient(unit: FSDP, grad: Tensor) -> None:
     """Restore a gradient that :func:`reduced_gradient` returned."""
     handle = handle_of(unit)
     flat = handle.flat_param
@@ -267,18 +269,18 @@ def set_reduced_gradient(unit: FullyShardedDataParallel, grad: Tensor) -> None:
     if not handle._use_orig_params:
         return
     if handle.uses_sharded_strategy:
-        flat._is_grad_none_mask = [False] * len(flat._params)
+        flat._is_grad_none_mask = [False] * len(flat._params)  # FSDP1 shows no gradient where it is true
         handle._use_sharded_grad_views()
     else:
         handle._use_unsharded_grad_views()
 
 
-def zero_gradient(unit: FullyShardedDataParallel) -> Tensor:
+def zero_gradient(unit: FSDP) -> Tensor:
     """A gradient of zeros, laid out as a unit's shard."""
     return torch.zeros_like(handle_of(unit).flat_param._local_shard)
 
 
-def drop_gradients(unit: FullyShardedDataParallel) -> None:
+def drop_gradients(unit: FSDP) -> None:
     """Drop every gradient of a unit."""
     flat = handle_of(unit).flat_param
     flat.grad = None

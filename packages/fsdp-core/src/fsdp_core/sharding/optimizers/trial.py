@@ -17,7 +17,13 @@ import torch.distributed as dist
 from fsdp_core.errors import OptimizerMismatchError, first_line
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.optimizers.copying import keeps_parameters, requires_closure, takes_closure
-from fsdp_core.sharding.optimizers.known import COMPUTES_HESSIAN, NEEDS_MATRICES, REFUSED, is_of_torch, is_right_over_shards
+from fsdp_core.sharding.optimizers.known import (
+    COMPUTES_HESSIAN,
+    NEEDS_MATRICES,
+    REFUSED,
+    is_of_torch,
+    is_right_over_shards,
+)
 from fsdp_core.sharding.optimizers.observed_communication import Communicates, ObservedCommunication
 from fsdp_core.sharding.optimizers.small_params import (
     Specs,
