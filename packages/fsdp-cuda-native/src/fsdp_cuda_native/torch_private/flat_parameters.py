@@ -42,6 +42,7 @@ from fsdp_core.sharding import (
     WrittenValues,
     cast_inputs,
     count_data_writes,
+    count_piece_writes,
     guard_parameters,
     outside_of_compilation,
     place_piece,
@@ -371,6 +372,7 @@ class GatheredWrites:
 
     def __init__(self, unit: FullyShardedDataParallel, names: Mapping[nn.Module, str], values: WrittenValues) -> None:
         self._handle, self._values, self._unit = handle_of(unit), values, weakref.ref(unit)
+        self._piece_writes = 0
         self._gathered: list[tuple[GatheredValue, nn.Module, str]] = []
         self_ref, handle_ref = weakref.ref(self), weakref.ref(self._handle)
         params = self._handle.flat_param._params
@@ -382,6 +384,11 @@ class GatheredWrites:
             if params is not None:
                 value.shard = partial(_refuse_hook, name)
             self._gathered.append((value, module, attribute))
+        by_module = {(module, attribute): value for value, module, attribute in self._gathered}
+        self._tied = [
+            (module, name, by_module[first_module, first_name], first_module, first_name)
+            for module, name, first_module, first_name in tied_members(unit)
+        ]
         vars(self._handle)[_NAMES] = [value.name for value, *_ in self._gathered]
         unit.register_forward_pre_hook(partial(_check_own, self_ref), prepend=True)
         self._handle._use_unsharded_views = partial(_follow_after, self_ref, handle_ref)
@@ -400,6 +407,16 @@ class GatheredWrites:
             current = module._parameters.get(attribute)
             if params is None or current is not params[index]:
                 value.check_own(current)
+        for module, name, value, first_module, first_name in self._tied:
+            tied = f"{name} of {type(module).__name__}"
+            value.check_own(module._parameters.get(name), first_module._parameters.get(first_name), tied=tied)
+
+    def write_back(self) -> None:
+        """Copy to the shard what was assigned to ``parameter.data`` of pieces, which FSDP1 is about to make anew."""
+        times, unit = count_piece_writes(), self._unit()
+        if times != self._piece_writes and unit is not None:
+            self._piece_writes = times
+            write_back(unit)
 
     def follow_requires_grad(self) -> None:
         """Let the flat parameter require a gradient if, when the unit is called, any of its parameters does.
@@ -634,6 +651,7 @@ def _keep_before(writes_ref: weakref.ref[GatheredWrites], handle_ref: weakref.re
     assert handle is not None  # it is the caller
     if writes is not None:
         writes.keep(is_counted=handle._training_state == HandleTrainingState.FORWARD)
+        writes.write_back()
     if not handle._use_orig_params:
         unguard_parameters([handle.flat_param])  # FSDP1 assigns to it; it is guarded still after an exception in a step
     type(handle)._use_sharded_flat_param(handle)
