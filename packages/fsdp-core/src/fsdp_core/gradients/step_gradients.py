@@ -393,7 +393,7 @@ def count_piece_writes() -> int:
     return _piece_writes[0]
 
 
-#: Functions of ``torch.nn.init`` that fill each element alike: the tensor's method, and what it takes of their arguments.
+#: Functions of ``torch.nn.init`` that fill each element by itself: the tensor's method, and its arguments' names there.
 _INITIALIZERS: dict[Any, tuple[str, tuple[str, ...]]] = {
     nn.init.constant_: ("fill_", ("val",)),
     nn.init.normal_: ("normal_", ("mean", "std", "generator")),
