@@ -275,13 +275,12 @@ class GatheredValue:
         """
         return self.has_changed or times != self.times
 
-    def check_own(self, current: Tensor | None, *allowed: Tensor | None, tied: str = "") -> None:
+    def check_own(self, current: Tensor | None, *allowed: Tensor | None) -> None:
         """Refuse to gather a parameter for a module that holds another tensor in its place.
 
         Args:
             current: What the module holds under the parameter's name; ``None`` if nothing.
             *allowed: The tensors that the library itself puts there.
-            tied: What holds the parameter besides the module that comes first, for the error.
 
         Raises:
             ShardingError: The module holds another tensor.
@@ -289,7 +288,7 @@ class GatheredValue:
         is_allowed = any(current is tensor for tensor in allowed)
         if current is None or is_allowed or getattr(current, "_fsdp_value", None) is self:
             return
-        raise other_tensor_refusal(f"{tied}, tied to {self.name}" if tied else self.name)
+        raise other_tensor_refusal(self.name)
 
     def keep(
         self, part: Tensor | None, shard: Tensor, whole: Tensor, values: WrittenValues, *, is_counted: bool

@@ -84,7 +84,8 @@ class TrainerCheckpoints:
         assert strategy.lightning_module is not None
         if strategy.lightning_module.trainer.state.fn == TrainerFn.FITTING and "optimizer_states" in checkpoint:
             description = "comparing the checkpoint with the model"
-            run_on_all(strategy.runtime, description, lambda: self._compare(checkpoint, strict))
+            with strategy.step_methods.gradient_guard.paused():
+                run_on_all(strategy.runtime, description, lambda: self._compare(checkpoint, strict))
         elif strict and (cast_tensors := self._other_dtypes(checkpoint["state_dict"])):
             name, saved, own_dtype = cast_tensors[0]
             rank_zero_warn(
@@ -102,7 +103,8 @@ class TrainerCheckpoints:
 
         Empty if names differ or a dtype is not floating-point: then the load itself raises.
         """
-        live = self._strategy.sharded.model_state()
+        with self._strategy.step_methods.gradient_guard.paused():
+            live = self._strategy.sharded.model_state()
         if live.keys() != saved.keys():
             return []
         different: list[tuple[str, torch.dtype, torch.dtype]] = []

@@ -384,11 +384,12 @@ class GatheredWrites:
             if params is not None:
                 value.shard = partial(_refuse_hook, name)
             self._gathered.append((value, module, attribute))
-        by_module = {(module, attribute): value for value, module, attribute in self._gathered}
-        self._tied = [
-            (module, name, by_module[first_module, first_name], first_module, first_name)
-            for module, name, first_module, first_name in tied_members(unit)
-        ]
+        own_names = {(module, attribute): value.name for value, module, attribute in self._gathered}
+        self._tied = []
+        for module, attribute, first_module, first_attribute in tied_members(unit):
+            tied_to = own_names[first_module, first_attribute]
+            value = GatheredValue(f"{attribute} of {type(module).__name__}, tied to {tied_to}")
+            self._tied.append((value, module, attribute, first_module, first_attribute))
         vars(self._handle)[_NAMES] = [value.name for value, *_ in self._gathered]
         unit.register_forward_pre_hook(partial(_check_own, self_ref), prepend=True)
         self._handle._use_unsharded_views = partial(_follow_after, self_ref, handle_ref)
@@ -407,9 +408,8 @@ class GatheredWrites:
             current = module._parameters.get(attribute)
             if params is None or current is not params[index]:
                 value.check_own(current)
-        for module, name, value, first_module, first_name in self._tied:
-            tied = f"{name} of {type(module).__name__}"
-            value.check_own(module._parameters.get(name), first_module._parameters.get(first_name), tied=tied)
+        for value, module, attribute, first_module, first_attribute in self._tied:
+            value.check_own(module._parameters.get(attribute), first_module._parameters.get(first_attribute))
 
     def write_back(self) -> None:
         """Copy to the shard what was assigned to ``parameter.data`` of pieces, which FSDP1 is about to make anew."""

@@ -50,9 +50,9 @@ class GatheredWrites:
         self._gathered = [(p, GatheredValue(names[p.sharded_param])) for p in fsdp_params_of(unit)]
         self._parameters = [parameter for parameter, _ in self._gathered]
         self._module_infos = [parameter._module_info for parameter in self._parameters]
-        #: Further modules that hold a parameter, and its name there.
+        #: Further modules that hold a parameter, its name there, and what stands for it in an error.
         self._tied: list[tuple[nn.Module, str, Any, GatheredValue]] = [
-            (module, name, parameter, value)
+            (module, name, parameter, GatheredValue(f"{name} of {type(module).__name__}, tied to {value.name}"))
             for parameter, value in self._gathered
             for module, name in zip(
                 parameter._module_info.shared_modules, parameter._module_info.shared_param_names, strict=True
@@ -81,8 +81,7 @@ class GatheredWrites:
     def check_own(self) -> None:
         """Refuse a call with other parameters than the unit's own."""
         for module, name, parameter, value in self._tied:
-            tied = f"{name} of {type(module).__name__}"
-            value.check_own(module._parameters.get(name), *_own_tensors(parameter), tied=tied)
+            value.check_own(module._parameters.get(name), *_own_tensors(parameter))
         current_params = [info.module._parameters.get(info.param_name) for info in self._module_infos]
         if all(map(operator.is_, current_params, map(SHARD, self._parameters))):
             return
