@@ -39,7 +39,7 @@ from fsdp_fsdp2.torch_private.parameter_groups import (
     unreduced_gradients,
 )
 from fsdp_fsdp2.torch_private.profiling import speed_up
-from fsdp_fsdp2.torch_private.recorded_graphs import free_written, is_freed
+from fsdp_fsdp2.torch_private.recorded_graphs import free_written
 from fsdp_fsdp2.torch_private.unit_calls import watch_calls
 from fsdp_fsdp2.torch_private.unused_parameters import UnusedParameters, finish_backward
 
@@ -174,8 +174,7 @@ class FSDP2Sharded(Sharded):
         self.unused.show_gradients()
 
     def follow_written_shards(self) -> None:
-        # fully_shard frees parameters at state_dict() and load_state_dict(), as of a target network in a step
-        if free_written(self._fsdp, self.unused.recorded) or is_freed(self._fsdp):
+        if free_written(self._fsdp, self.unused.recorded):
             resume_forward(self._fsdp)
             self.unused.show_gradients()
 

@@ -15,7 +15,7 @@ from fsdp_core.sharding import forget_writes
 from fsdp_fsdp2.torch_private.gathered_values import end_anyway, is_written_since_gathered, register_with_gathered
 from fsdp_fsdp2.torch_private.parameter_groups import param_groups_of, trainable_params
 
-__all__ = ["RecordedGraphs", "free_written", "is_freed"]
+__all__ = ["RecordedGraphs", "free_written"]
 
 
 class RecordedGraphs:
@@ -100,11 +100,6 @@ def _reshard_unless_kept(recorded_ref: weakref.ref[RecordedGraphs], group_ref: w
     group: Any = group_ref()
     if recorded is None or not recorded.keep(group):
         type(group).reshard(group)
-
-
-def is_freed(unit: FSDPModule) -> bool:
-    """Whether a unit's parameters are not gathered."""
-    return any(group.is_sharded for group in param_groups_of(unit))
 
 
 def free_written(unit: FSDPModule, recorded: RecordedGraphs) -> bool:
