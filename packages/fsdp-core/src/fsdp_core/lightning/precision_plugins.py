@@ -202,7 +202,9 @@ class ShardedTrainerPrecision(_ShardedPrecision, Precision):
     _strategy: ShardedTrainerStrategy
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        return super().pre_backward(self._scale(tensor), module)
+        scaled = self._scale(tensor)
+        with self._strategy.guarding_gradients():
+            return super().pre_backward(scaled, module)
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
         with self._strategy.guarding_gradients():

@@ -93,7 +93,8 @@ class TrainerCheckpoints:
         is_resuming = self._trainer.state.fn == TrainerFn.FITTING and "optimizer_states" in checkpoint
         if is_resuming:
             description = "comparing the checkpoint with the model"
-            run_on_all(strategy.runtime, description, lambda: self._compare(checkpoint, strict))
+            with strategy.step_methods.gradient_guard.paused():
+                run_on_all(strategy.runtime, description, lambda: self._compare(checkpoint, strict))
         elif strict and (casts := self._find_casts(checkpoint["state_dict"])):
             name, (saved_dtype, own_dtype) = next(iter(casts.items()))
             rank_zero_warn(
@@ -111,7 +112,8 @@ class TrainerCheckpoints:
 
         Empty if names differ or a dtype is not floating-point: then the load itself raises.
         """
-        own_state = self._strategy.sharded.model_state()
+        with self._strategy.step_methods.gradient_guard.paused():
+            own_state = self._strategy.sharded.model_state()
         if own_state.keys() != saved_state.keys():
             return {}
         casts: dict[str, tuple[torch.dtype, torch.dtype]] = {}

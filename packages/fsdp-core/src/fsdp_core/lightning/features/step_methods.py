@@ -93,8 +93,8 @@ class StepMethods:
             if self._writes is not None:
                 self._writes.stop()
                 self._writes = None
-            self.gradient_guard.off()
-            if not self._is_automatic:
+            if not self._is_automatic:  # else hooks before the backward pass, which turns the guard off, see pieces too
+                self.gradient_guard.off()
                 self.gradient_guard.guard_parameters(between_steps=True)
 
     def evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -24,6 +24,7 @@ from fsdp_core import UnsupportedCapabilityError
 from fsdp_core.sharding import (
     GatheredValue,
     WrittenValues,
+    count_piece_writes,
     outside_of_compilation,
     times_written,
     unguard_parameters,
@@ -32,7 +33,14 @@ from fsdp_core.sharding import (
 from fsdp_core.state import gathered_modules
 from fsdp_cuda_native.flattened_parts import refuse_use_while_freed
 from fsdp_cuda_native.torch_private.flat_parameters.frozen import FrozenViews
-from fsdp_cuda_native.torch_private.flat_parameters.units import ParameterView, handle_of, is_trained, lacks_views
+from fsdp_cuda_native.torch_private.flat_parameters.resharding import write_back
+from fsdp_cuda_native.torch_private.flat_parameters.units import (
+    ParameterView,
+    handle_of,
+    is_trained,
+    lacks_views,
+    tied_members,
+)
 
 __all__ = ["GatheredWrites"]
 
@@ -54,6 +62,7 @@ class GatheredWrites:
         self._handle = handle_of(unit)
         self._values = values
         self._views: list[ParameterView] = []
+        self._writes_to_pieces_seen = 0
         self.frozen_views = FrozenViews(unit, self._views)  # which are appended next
         flat = self._handle.flat_param
         for index, info in enumerate(flat._param_infos):
@@ -68,12 +77,21 @@ class GatheredWrites:
                 )
                 value.shard = partial(_refuse_hook, name)  # core asks for the shard to register a hook
             self._views.append(ParameterView(value, info.module, info.param_name))
+        self._tied_views = list(self._views_of_tied(unit))
         self._handle.user_names = [view.value.name for view in self._views]
         self_ref = weakref.ref(self)
         handle_ref = weakref.ref(self._handle)
         unit.register_forward_pre_hook(partial(_check_own, self_ref), prepend=True)
         self._handle._use_unsharded_views = partial(_use_unsharded_views, self_ref, handle_ref)
         self._handle._use_sharded_flat_param = partial(_use_sharded_flat_param, self_ref, handle_ref)
+
+    def _views_of_tied(self, unit: FSDP) -> Iterator[tuple[ParameterView, ParameterView]]:
+        """For each further name of a tied parameter, the view there, and that under its first name."""
+        first_views = {(view.module, view.attribute): view for view in self._views}
+        for module, attribute, first_module, first_attribute in tied_members(unit):
+            first = first_views[first_module, first_attribute]
+            value = GatheredValue(f"{attribute} of {type(module).__name__}, tied to {first.value.name}")
+            yield ParameterView(value, module, attribute), first
 
     def is_of(self, unit: FSDP) -> bool:
         """Whether these are the writes to a unit's parameters."""
@@ -86,6 +104,16 @@ class GatheredWrites:
             current = view.module._parameters.get(view.attribute)
             if params is None or current is not params[index]:
                 view.value.check_own(current)
+        for tied, first in self._tied_views:
+            allowed = first.module._parameters.get(first.attribute)
+            tied.value.check_own(tied.module._parameters.get(tied.attribute), allowed)
+
+    def write_pieces_back(self) -> None:
+        """Copy to the shard what was assigned to ``parameter.data`` of pieces, which FSDP1 is about to make anew."""
+        writes, unit = count_piece_writes(), self._unit_ref()
+        if writes != self._writes_to_pieces_seen and unit is not None:
+            self._writes_to_pieces_seen = writes
+            write_back(unit)
 
     def follow(self) -> None:
         """Notice writes to the views that modules hold now instead of parameters, and detach those of frozen ones."""
@@ -218,6 +246,7 @@ def _use_sharded_flat_param(writes_ref: weakref.ref[GatheredWrites], handle_ref:
     if writes is not None:
         # at other times, an optimizer's step over the flat parameter may have been counted
         writes.keep(is_counted=handle._training_state == HandleTrainingState.FORWARD)
+        writes.write_pieces_back()
     if not handle._use_orig_params:
         unguard_parameters([handle.flat_param])  # FSDP1 assigns to it; it is guarded still after an exception in a step
     type(handle)._use_sharded_flat_param(handle)
