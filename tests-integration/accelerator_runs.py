@@ -8,10 +8,13 @@ A process has one accelerator, and the other tests of this folder have none.
 from __future__ import annotations
 
 import json
+import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
@@ -33,6 +36,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "too many devices": {"strategy": "fsdp2", "accelerator": "fake", "devices": 3},
     "a device twice": {"strategy": "fsdp2", "accelerator": "fake", "devices": [0, 0]},
     "Lightning's own strategy": {"accelerator": "fake", "devices": 1},
+    "an unknown kind": {"strategy": "fsdp2", "accelerator": "fakee"},
 }
 LACKING: tuple[Part, ...] = ("collectives", "random state", "streams")
 
@@ -48,6 +52,9 @@ class Module(L.LightningModule):
         self.mean(loss.detach())
         self.log("mean", self.mean)
         return loss
+
+    def test_step(self, batch: Tensor) -> None:
+        self.net(batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -98,6 +105,59 @@ def refusal(**options: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was refused"
+
+
+def hide_devices() -> str:
+    """What a rank of four says that sees two devices, as where SLURM hides from each rank those of the others."""
+    with mock.patch.dict(os.environ, {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "4", "SLURM_JOB_NAME": "train"}):
+        return refusal(strategy="fsdp2", accelerator="fake", devices=4)
+
+
+class Lines(logging.Handler):
+    """Keeps what Lightning logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def announce_devices() -> list[str]:
+    """The lines that name the device: of a Trainer in two stages, of one on the CPU, and of Fabric."""
+    handler = Lines()
+    loggers = [logging.getLogger(f"lightning.{each}.utilities.rank_zero") for each in ("pytorch", "fabric")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    run = trainer(2, strategy="fsdp2", devices=[1])
+    run.fit(Module(), DataLoader(torch.ones(4, 4), batch_size=2))
+    run.test(Module(), DataLoader(torch.ones(4, 4), batch_size=2), verbose=False)
+    fit(strategy="fsdp2", accelerator="cpu", devices=1)
+    L.Fabric(strategy="fsdp2", devices=1).launch()
+    for logger in loggers:
+        logger.removeHandler(handler)
+    return [line for line in handler.lines if line.startswith("fake")]
+
+
+def scale_gradients() -> dict[str, list[Any]]:
+    """With ``precision="16-mixed"``: the scale of a step under each front end, and what was warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = trainer(strategy="fsdp2", accelerator="fake", devices=1, precision="16-mixed")
+        run.fit(Module(), DataLoader(torch.ones(4, 4), batch_size=2))
+        fabric = L.Fabric(strategy="fsdp2", accelerator="fake", devices=1, precision="16-mixed")
+        fabric.launch()
+        module = nn.Linear(4, 4)
+        module, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        fabric.backward(module(torch.ones(2, 4, device=fabric.device)).square().mean())
+        optimizer.step()
+    scalers = [run.precision_plugin.scaler, fabric.strategy.precision.scaler]
+    words = ("GradScaler", "No backend of type")
+    return {
+        "scales": [scaler.get_scale() for scaler in scalers],
+        "warnings": [str(each.message) for each in caught if any(word in str(each.message) for word in words)],
+    }
 
 
 def find_devices() -> dict[str, Any]:
@@ -220,6 +280,9 @@ if __name__ == "__main__":
         sys.exit()
     answers = {
         "lacking": without_parts(),  # first: a process group that is there is used
+        "announced": announce_devices(),
+        "scaled": scale_gradients(),
+        "hidden": hide_devices(),
         "found": find_devices(),
         "refused": {name: refusal(**options) for name, options in REFUSED.items()},
         "without pinned memory": without_pinned_memory(),

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from fsdp_core.testing.refusals import assert_says
+
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
@@ -55,6 +57,7 @@ def test_it_is_found_by_its_name_and_by_auto(answers: dict[str, Any]) -> None:
         ("too many devices", ("torch sees 2 here", "Write devices=2 or fewer")),
         ("a device twice", ("[0, 0]", "each once")),
         ("Lightning's own strategy", ("Lightning's own strategies", "SingleDeviceStrategy(device='fake:0')")),
+        ("an unknown kind", ("accelerator='fakee': neither", "Did you mean 'fake'?", "group torch.backends")),
     ],
 )
 def test_what_is_refused(answers: dict[str, Any], question: str, words: tuple[str, ...]) -> None:
@@ -62,6 +65,24 @@ def test_what_is_refused(answers: dict[str, Any], question: str, words: tuple[st
     assert message.startswith("StrategyUnavailableError")
     for each in words:
         assert each in message
+
+
+def test_devices_that_a_launcher_hides_from_ranks(answers: dict[str, Any]) -> None:
+    assert_says(
+        answers["hidden"],
+        "devices=4 asks for a rank on each of fake [0, 1, 2, 3], and torch sees 2 here.",
+        "SLURM has started 4 ranks on this host",
+        "Let all of them see the same 4 devices: under SLURM by --gpus-per-node=4, and without --gpus-per-task.",
+    )
+
+
+def test_a_line_of_the_log_names_the_device(answers: dict[str, Any]) -> None:
+    used = "fake available: True, used: True (1 device: fake device)"
+    assert answers["announced"] == [used, "fake available: True, used: False", used]
+
+
+def test_gradients_are_scaled_on_the_device_without_a_warning(answers: dict[str, Any]) -> None:
+    assert answers["scaled"] == {"scales": [2.0**16, 2.0**16], "warnings": []}
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_without_a_device_auto_is_the_cpu_and_the_kind_is_refused(site: Site) ->
         from fsdp_core import devices
 
         assert devices.accelerator_kind() == "npu"
-        for accelerator in ("npu", "tpu"):
+        for accelerator in ("npu", "tpu", "npuu", "xyz"):
             print(failure(lambda: L.Trainer(strategy="anywhere", accelerator=accelerator, logger=False)))
         assert devices.current_device(initialize=True).type == "cpu"
         assert not devices.can_pin_memory("npu")
@@ -89,6 +89,12 @@ def test_without_a_device_auto_is_the_cpu_and_the_kind_is_refused(site: Site) ->
         "accelerator='tpu': torch",
         "Install torch_tpu (pip install torch-tpu)",
         "with torch_xla, write a strategy that `fsdp list` shows on 'xla'",
+        "accelerator='npuu': neither Lightning nor torch",
+        "knows such a device here. Did you mean 'npu'?",
+        "accelerator='xyz': neither",
+        "Known are auto, cpu, cuda, gpu, mps, npu, tpu; and with packages of theirs, hpu, mlu, musa,",
+        "torch.utils.rename_privateuse1_backend('xyz')",
+        "`fsdp doctor --device xyz`",
     )
 
 

@@ -7,9 +7,10 @@ import os
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
+from fsdp_core.device_names import VISIBILITY
 from fsdp_core.errors import ShardingError
 
-__all__ = ["check_launched"]
+__all__ = ["check_launched", "facts_of_visibility", "ranks_on_host"]
 
 #: By Lightning's class for a launcher: its name, and the variables with the numbers of ranks per host and of hosts.
 _VARIABLES: dict[type[ClusterEnvironment], tuple[str, str, str]] = {
@@ -58,6 +59,24 @@ def check_launched(environment: ClusterEnvironment | None, devices: int, num_nod
         f"{'s' * (devices * num_nodes > 1)}, {devices} on each host, and {launcher} has started {started}{per_host}.\n"
         f"Write {correction}{_suggest_variables(ranks_variable, hosts_variable)}; or start other ranks."
     )
+
+
+def ranks_on_host() -> tuple[str, int] | None:
+    """The launcher that has started this process, and how many ranks on this host; ``None`` if none says that."""
+    for environment, (launcher, ranks_variable, _) in _VARIABLES.items():
+        ranks = _number(ranks_variable) if environment.detect() else None
+        if ranks is not None:
+            return launcher, ranks
+    return None
+
+
+def facts_of_visibility(kind: str) -> dict[str, str]:
+    """The variable that hides devices of a kind, with its value, to compare between ranks of one host.
+
+    A rank takes the device of its local rank among those that it sees: two that see others could take the same one.
+    """
+    variable = VISIBILITY.get(kind)
+    return {} if variable is None else {f"environment variable {variable}": os.environ.get(variable, "not set")}
 
 
 def _number(variable: str) -> int | None:
