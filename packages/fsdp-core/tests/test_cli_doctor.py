@@ -11,7 +11,6 @@ import pytest
 from click.testing import CliRunner
 
 from conftest import Site
-from fsdp_core.testing.refusals import assert_says
 
 CPU = 'accelerators=("cpu",), summary="s"'
 MAIN = "from fsdp_core.cli import main; main()"

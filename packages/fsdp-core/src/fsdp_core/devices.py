@@ -319,7 +319,7 @@ def device_facts() -> list[dict[str, Any]]:
         facts.append(
             {
                 "name": f"{kind}:{index}",
-                "model": device_model(torch.device(kind, index)),
+                "model": device_model(kind, index),
                 "memory": getattr(properties, "total_memory", None),
                 "capability": None if major is None else f"{major}.{minor}",
             }
@@ -327,12 +327,12 @@ def device_facts() -> list[dict[str, Any]]:
     return facts
 
 
-def device_model(device: torch.device) -> str | None:
+def device_model(kind: str, index: int) -> str | None:
     """What an accelerator's device says that it is, such as ``"Ascend910B3"``; ``None`` if it does not tell."""
-    ask: Any = getattr(torch.get_device_module(device), "get_device_name", lambda _: None)
-    return getattr(_device_properties(device.type, device.index), "name", None) or ask(device.index)
+    ask: Any = getattr(torch.get_device_module(kind), "get_device_name", lambda _: None)
+    return getattr(_device_properties(kind, index), "name", None) or ask(index)
 
 
-def _device_properties(kind: str, index: int | None) -> Any:
+def _device_properties(kind: str, index: int) -> Any:
     ask: Any = getattr(torch.get_device_module(kind), "get_device_properties", lambda _: None)
     return ask(index)

@@ -131,5 +131,6 @@ def announce_accelerator(log: logging.Logger, device: torch.device, number: int)
         return
     line = f"{kind} available: {torch.accelerator.is_available()}, used: {device.type == kind}"
     if device.type == kind:
-        line += f" ({number} device{'s' if number > 1 else ''}: {devices.device_model(device) or 'unnamed'})"
+        model = devices.device_model(kind, device.index or 0) or "unnamed"
+        line += f" ({number} device{'s' if number > 1 else ''}: {model})"
     log.info(line)

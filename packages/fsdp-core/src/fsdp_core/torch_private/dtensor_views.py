@@ -61,7 +61,8 @@ _MEAN = 1
 #: What has no value for a part without elements, and raises on the ranks that hold such a part.
 _EXTREMES = (
     *(_ATEN.max.default, _ATEN.min.default, _ATEN.amax.default, _ATEN.amin.default),
-    *(_ATEN.argmax.default, _ATEN.argmin.default, _ATEN.linalg_vector_norm.default),
+    *(_ATEN.argmax.default, _ATEN.argmin.default, _ATEN.aminmax.default, _ATEN._foreach_max.default),
+    *(_ATEN.linalg_vector_norm.default, _ATEN._foreach_norm.Scalar, _ATEN.dist.default),
 )
 
 
@@ -329,12 +330,20 @@ def _refuse_parted_statistics(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _reduce_extreme(torch_handler: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """Replaces a reduction to a largest or smallest element: where some rank holds none, all reduce the whole."""
-    values = args[0]
-    if isinstance(values, DTensor) and _has_empty_parts(values):
-        args = (values.redistribute(placements=_everywhere(values)), *args[1:])
+    args = tree_map(_without_empty_parts, args)
     if torch_handler is not None:
         return torch_handler(func, args, kwargs)
     return _without_handler(func, DTensor._op_dispatcher._custom_op_handlers[func], args, kwargs)
+
+
+def _without_empty_parts(value: Any) -> Any:
+    """An argument, gathered if it is a DTensor of which some rank may have no element."""
+    if not isinstance(value, DTensor) or value.numel() == 0:
+        return value
+    sizes = [(value.shape[dim], parts) for dim, parts in _count_parts(value).items()]
+    if all(-(-size // parts) * (parts - 1) < size for size, parts in sizes):
+        return value
+    return value.redistribute(placements=_everywhere(value))
 
 
 def _is_uneven(tensor: DTensor) -> bool:
@@ -342,17 +351,17 @@ def _is_uneven(tensor: DTensor) -> bool:
     return any(tensor.shape[dim] % parts for dim, parts in _count_parts(tensor).items())
 
 
-def _has_empty_parts(tensor: DTensor) -> bool:
-    """Whether some rank may have no element of a DTensor that has some."""
-    sizes = [(tensor.shape[dim], parts) for dim, parts in _count_parts(tensor).items()]
-    return tensor.numel() > 0 and any(-(-size // parts) * (parts - 1) >= size for size, parts in sizes)
-
-
 def _count_parts(tensor: DTensor) -> dict[int, int]:
-    """By dimension of a DTensor that is sharded, into how many parts."""
+    """By dimension of a DTensor that is sharded, into how many parts.
+
+    What is sharded in strides, such as a flattened matrix of which ranks have columns, is cut into pieces, and each of
+    these into parts.
+    """
     parts_by_dim: dict[int, int] = {}
+    parts_in_strides: dict[int, int] = {}
     for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
         dim = getattr(placement, "dim", None)  # only of those that shard
         if dim is not None:
             parts_by_dim[dim] = parts_by_dim.get(dim, 1) * size
-    return parts_by_dim
+            parts_in_strides[dim] = max(parts_in_strides.get(dim, 1), size * getattr(placement, "split_factor", 1))
+    return {dim: max(parts, parts_in_strides[dim]) for dim, parts in parts_by_dim.items()}
