@@ -21,7 +21,7 @@ from fsdp_core import devices
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.mesh import DATA_AXES, Mesh, MeshAxis
 from fsdp_core.torch_private.dtensors import forget_meshes, note_meshes
-from fsdp_core.torch_private.process_groups import default_store
+from fsdp_core.torch_private.process_groups import default_store, set_default_backend
 
 __all__ = ["ProcessGroupRuntime", "ReduceOp", "Runtime"]
 
@@ -424,6 +424,8 @@ class ProcessGroupRuntime(Runtime):
                 world_size=world_size,
                 timeout=timeout,
             )
+        if devices.is_accelerator(device):
+            set_default_backend(device.type)
         forget_meshes()
         self._along.clear()  # groups of a former world
         self._owns_group = True
