@@ -426,7 +426,7 @@ class ProcessGroupRuntime(Runtime):
             )
         if devices.is_accelerator(device):
             set_default_backend(device.type)
-        forget_meshes()
+        forget_meshes(device)
         self._along.clear()  # groups of a former world
         self._owns_group = True
         # gloo's threads abort the interpreter (exit status 134) if the group still exists when it ends
