@@ -18,9 +18,12 @@ from unittest import mock
 
 import lightning as L
 import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import find_free_network_port as find_free_port
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
@@ -256,8 +259,51 @@ def move_checkpoints() -> dict[str, Any]:
     return moved
 
 
+def compute_in_two_worlds() -> list[bool]:
+    """Whether autograd's thread for a device finds the placements of a result anew: twice in each of two worlds."""
+
+    def count_found() -> int:
+        propagator: Any = DTensor._op_dispatcher.sharding_propagator
+        found_in_python: int = propagator.propagate_op_sharding.cache.cache_info().misses
+        statistics = getattr(torch._C, "_get_DTensor_sharding_propagator_cache_stats", None)
+        return found_in_python if statistics is None else found_in_python + int(statistics()[1])
+
+    def compute(gradient: Tensor) -> None:
+        before = count_found()
+        tensor.mul(3.0)
+        is_found_anew.append(count_found() > before)
+
+    is_found_anew: list[bool] = []
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for _ in range(2):
+        runtime = fsdp_core.ProcessGroupRuntime()
+        device = torch.device("fake", 0)
+        runtime.start(rank=0, local_rank=0, world_size=1, device=device, address="127.0.0.1", port=find_free_port())
+        dist.new_group([0])
+        tensor = distribute_tensor(torch.ones(4, device=device), init_device_mesh("fake", (1,)), [Shard(0)])
+        for _ in range(2):
+            doubled = torch.ones(1, device=device, requires_grad=True) * 2
+            doubled.register_hook(compute)
+            doubled.backward()
+        runtime.stop()
+    return is_found_anew
+
+
+def end_forked_ranks() -> bool:
+    """Gather weights on two ranks of a notebook, which end with that; whether the first has them."""
+
+    def gather(fabric: L.Fabric) -> Any:
+        return fsdp_core.full_state_dict(fabric.setup(nn.Linear(64, 64)))
+
+    with mock.patch.object(sys, "ps1", ">>> ", create=True):
+        weights = L.Fabric(strategy="fsdp2", accelerator="fake", devices=2).launch(gather)
+    return all(bool(value.isfinite().all()) for value in weights.values())
+
+
 def step_and_end() -> None:
     """Take steps on two ranks, whose scripts end with that; rank 0 prints whether it has its last loss, and weights."""
+    is_forked_right = "LOCAL_RANK" in os.environ or end_forked_ranks()
     fabric = L.Fabric(strategy="fsdp_native", accelerator="fake", devices=2)
     fabric.launch()
     model = nn.Linear(64, 64)
@@ -270,7 +316,8 @@ def step_and_end() -> None:
     weights = fsdp_core.full_state_dict(model)
     if fabric.is_global_zero:
         values = [loss, *weights.values()]
-        print("ANSWERS", json.dumps({"finite": [bool(value.isfinite().all()) for value in values]}))
+        finite = [is_forked_right, *(bool(value.isfinite().all()) for value in values)]
+        print("ANSWERS", json.dumps({"finite": finite}))
 
 
 if __name__ == "__main__":
@@ -288,5 +335,6 @@ if __name__ == "__main__":
         "without pinned memory": without_pinned_memory(),
         "waits": count_waits(),
         "moved": move_checkpoints(),
+        "two worlds": compute_in_two_worlds(),
     }
     print("ANSWERS", json.dumps(answers))

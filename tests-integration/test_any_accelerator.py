@@ -118,9 +118,14 @@ def test_a_checkpoint_moves_between_devices(answers: dict[str, Any]) -> None:
     assert answers["moved"] == {"fake to cpu": [["cpu"], 8, True], "cpu to fake": [["fake"], 8, True]}
 
 
+def test_what_dtensors_cache_in_the_thread_of_a_device_is_forgotten_with_its_groups(answers: dict[str, Any]) -> None:
+    """Results in backward passes named process groups of a former run, which are gone or are others."""
+    assert answers["two worlds"] == [True, False, True, False]
+
+
 def test_a_rank_whose_script_ends_does_first_what_others_wait_for(tmp_path: Path) -> None:
     held_back = {"FSDP_FAKE_DEVICE_DELAY": "1000", "FSDP_FAKE_DEVICE_HELD": "all"}
-    assert run_script(tmp_path, "step_and_end", **held_back) == {"finite": [True, True, True]}
+    assert run_script(tmp_path, "step_and_end", **held_back) == {"finite": [True, True, True, True]}
 
 
 def test_the_doctor_tries_a_device() -> None:
