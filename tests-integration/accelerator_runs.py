@@ -20,6 +20,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import find_free_network_port as find_free_port
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -143,8 +144,11 @@ def announce_devices() -> list[str]:
     return [line for line in handler.lines if line.startswith("fake")]
 
 
-def scale_gradients() -> dict[str, list[Any]]:
-    """With ``precision="16-mixed"``: the scale of a step under each front end, and what was warned of."""
+def scale_gradients() -> dict[str, Any]:
+    """With ``precision="16-mixed"``: the scale of a step under each front end, and what was warned of.
+
+    Besides, what is said of a scaler that torch has disabled, because its device is not there.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run = trainer(strategy="fsdp2", accelerator="fake", devices=1, precision="16-mixed")
@@ -155,11 +159,14 @@ def scale_gradients() -> dict[str, list[Any]]:
         module, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
         fabric.backward(module(torch.ones(2, 4, device=fabric.device)).square().mean())
         optimizer.step()
+        said = [str(each.message) for each in caught]
+        for_another_device = MixedPrecision("16-mixed", "cuda")
     scalers = [run.precision_plugin.scaler, fabric.strategy.precision.scaler]
     words = ("GradScaler", "No backend of type")
     return {
+        "disabled": refusal(strategy="fsdp2", accelerator="fake", devices=1, plugins=[for_another_device]),
         "scales": [scaler.get_scale() for scaler in scalers],
-        "warnings": [str(each.message) for each in caught if any(word in str(each.message) for word in words)],
+        "warnings": [message for message in said if any(word in message for word in words)],
     }
 
 

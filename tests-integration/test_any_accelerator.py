@@ -82,6 +82,8 @@ def test_a_line_of_the_log_names_the_device(answers: dict[str, Any]) -> None:
 
 
 def test_gradients_are_scaled_on_the_device_without_a_warning(answers: dict[str, Any]) -> None:
+    refused = answers["scaled"].pop("disabled")
+    assert_says(refused, "scaler is disabled, and not for 'fake'", "torch.amp.GradScaler('fake')")
     assert answers["scaled"] == {"scales": [2.0**16, 2.0**16], "warnings": []}
 
 

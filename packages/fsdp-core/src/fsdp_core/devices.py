@@ -330,7 +330,8 @@ def device_facts() -> list[dict[str, Any]]:
 def device_model(kind: str, index: int) -> str | None:
     """What an accelerator's device says that it is, such as ``"Ascend910B3"``; ``None`` if it does not tell."""
     ask: Any = getattr(torch.get_device_module(kind), "get_device_name", lambda _: None)
-    return getattr(_device_properties(kind, index), "name", None) or ask(index)
+    name: str | None = getattr(_device_properties(kind, index), "name", None) or ask(index)
+    return name
 
 
 def _device_properties(kind: str, index: int) -> Any:

@@ -85,7 +85,7 @@ def forget_meshes(device: torch.device) -> None:
     _clear_caches_of_thread()
     if is_accelerator(device):
         with torch.inference_mode(False), torch.enable_grad():
-            _InThreadOfDevice.apply(torch.zeros(1, device=device, requires_grad=True)).backward()  # type: ignore[no-untyped-call]
+            _InThreadOfDevice.apply(torch.zeros(1, device=device, requires_grad=True)).backward()
     _redistribute._gen_transform_infos.cache_clear()
 
 
