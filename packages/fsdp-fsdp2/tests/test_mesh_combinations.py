@@ -147,7 +147,7 @@ def test_weights_are_averaged_on_a_mesh(ranks: RankPool, tmp_path: Path, mesh: s
 
 def scaled_on(mesh: str) -> tuple[list[float], dict[str, Tensor]]:
     plugin = scaled_precision(MixedPrecision, 2.0**8)
-    fabric = new_fabric("fsdp2", MESHES[mesh].ranks, MESHES[mesh].options_for(""), plugins=plugin)
+    fabric = new_fabric("fsdp2", MESHES[mesh].ranks, MESHES[mesh].options_for(""), plugin)
     net = oracle.new_net(width=8)
     model, optimizer = fabric.setup(net, oracle.sgd(net))
     scales = []

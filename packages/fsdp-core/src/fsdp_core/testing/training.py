@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.nn.functional import mse_loss
@@ -160,19 +161,16 @@ def new_trainer(
 
 
 def new_fabric(
-    strategy: str,
-    world_size: int = 2,
-    options: Mapping[str, Any] | None = None,
-    precision: Any = None,
-    plugins: Any = None,
+    strategy: str, world_size: int = 2, options: Mapping[str, Any] | None = None, precision: Any = None
 ) -> Fabric:
-    """A Fabric, launched. Its device and its arguments are those of :func:`new_trainer`."""
+    """A Fabric, launched. Its device and its arguments are those of :func:`new_trainer`.
+
+    Its precision is a name or a plugin.
+    """
+    argument = "plugins" if isinstance(precision, Precision) else "precision"
+    configured_strategy = strategy_argument(strategy, "fabric", options)
     fabric = Fabric(
-        accelerator=accelerator(),
-        strategy=strategy_argument(strategy, "fabric", options),
-        precision=precision,
-        plugins=plugins,
-        **_devices(world_size),
+        accelerator=accelerator(), strategy=configured_strategy, **{argument: precision}, **_devices(world_size)
     )
     fabric.launch()
     return fabric

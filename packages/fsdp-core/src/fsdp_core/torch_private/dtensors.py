@@ -85,7 +85,8 @@ def forget_meshes(device: torch.device) -> None:
     _clear_caches_of_thread()
     if is_accelerator(device):
         with torch.inference_mode(False), torch.enable_grad():
-            _InThreadOfDevice.apply(torch.zeros(1, device=device, requires_grad=True)).backward()
+            function: Any = _InThreadOfDevice
+            function.apply(torch.zeros(1, device=device, requires_grad=True)).backward()
     _redistribute._gen_transform_infos.cache_clear()
 
 
@@ -97,7 +98,7 @@ class _InThreadOfDevice(torch.autograd.Function):
         return tensor.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         _clear_caches_of_thread()
         return gradient
 

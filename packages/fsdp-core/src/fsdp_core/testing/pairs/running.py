@@ -204,8 +204,7 @@ def _dtype(request: RunRequest) -> torch.dtype:
 def _under_fabric(request: RunRequest, tmp: str, outcome: Outcome) -> None:
     chosen = request.configuration
     precision = _precision(request, FabricMixedPrecision)
-    arguments = {"precision" if isinstance(precision, str) else "plugins": precision}
-    fabric = new_fabric(request.strategy, request.ranks, request.options[""], **arguments)
+    fabric = new_fabric(request.strategy, request.ranks, request.options[""], precision)
     net = _net(request)
     steppers = optimizers(chosen["optimizer"], net)
     model, *wrapped = fabric.setup(net, *steppers)

@@ -603,7 +603,8 @@ def _fit(strategy: str, tmp: str, front: str, kind: str, setting: Setting, batch
 
 
 def _fabric_fit(strategy: str, kind: str, setting: Setting, batches: int = BATCHES) -> Trained:
-    fabric = new_fabric(strategy, setting.ranks, setting.options or None, **setting.precision_of(FabricMixedPrecision))
+    (precision,) = setting.precision_of(FabricMixedPrecision).values()
+    fabric = new_fabric(strategy, setting.ranks, setting.options or None, precision)
     net = oracle.new_net()
     _prepare(net, kind)
     model, optimizer = fabric.setup(net, oracle.momentum(net))
