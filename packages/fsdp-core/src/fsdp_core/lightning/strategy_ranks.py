@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -13,8 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import ShardingError
+from fsdp_core.lightning.accelerators import announce_accelerator
 from fsdp_core.lightning.constructing import ConstructedStrategy
-from fsdp_core.lightning.launchers.launch_checks import check_launched
+from fsdp_core.lightning.launchers.launch_checks import check_launched, facts_of_visibility
 from fsdp_core.lightning.launchers.notebooks import check_interactive, is_interactive
 from fsdp_core.lightning.launchers.ray_train import RayWorker, ray_worker
 from fsdp_core.lightning.private import reset_seed
@@ -40,16 +42,19 @@ class StrategyRanks(ConstructedStrategy):
         runtime: How the ranks communicate.
         timeout: How long a collective may wait for the other ranks.
         hang_timeout: How long ranks may wait for each other in one call before all end; ``None`` to watch nothing.
+        log: Lightning's logger for rank 0, whose level users set.
     """
 
     launcher_class: ClassVar[Any]
     _fork_launcher_class: ClassVar[Any]  # in notebooks
+    log: ClassVar[logging.Logger]
 
     backend: Backend
     runtime: Runtime
     timeout: timedelta | None
     hang_timeout: timedelta | None = None
     _worker: RayWorker | None = None  # under Ray Train
+    _has_announced_accelerator: bool = False
 
     # set by Lightning's ParallelStrategy
     cluster_environment: ClusterEnvironment | None
@@ -159,6 +164,9 @@ class StrategyRanks(ConstructedStrategy):
             port=environment.main_port,
             timeout=self._collective_timeout(),
         )
+        if self.global_rank == 0 and not self._has_announced_accelerator:
+            announce_accelerator(self.log, self.root_device, self.num_processes)
+            self._has_announced_accelerator = True
         if self.num_nodes > 1:
             check_same_packages(self.runtime, versions_of(type(self), type(self.backend), type(self.runtime)))
         if self._worker is not None:
@@ -167,6 +175,10 @@ class StrategyRanks(ConstructedStrategy):
         self.backend.bind(self.runtime, self.shard_precision)
         if self.hang_timeout is not None and self.world_size > 1 and isinstance(self.runtime, ProcessGroupRuntime):
             watch(self.runtime, self.hang_timeout, environment.main_address, partial(_progress_of, ref(self)))
+
+    def _describe_devices(self) -> dict[str, str]:
+        """What ranks of one host must have alike to take different devices, by topic. Ray gives each rank its own."""
+        return facts_of_visibility(self.root_device.type) if self.num_nodes == 1 and self._worker is None else {}
 
     def _check_started(self) -> None:
         if not hasattr(self.backend, "runtime"):
