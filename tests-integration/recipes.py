@@ -1901,6 +1901,15 @@ class norm_before_zero_grad(norm_at_start):
         self.read_norm()
 
 
+class decayed_gradients(Lit):
+    """Gradients of earlier steps are scaled where others forget them: between the training step and its backward pass."""
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad.mul_(0.5)
+
+
 class matrices_at_start(Lit):
     """Matrices, and no vectors, get other values in hooks before the first step."""
 

@@ -161,6 +161,9 @@ class FSDP2Sharded(Sharded):
         self.unused.recorded.release()
         self.gathering.reshard()
 
+    def end_forward(self) -> None:
+        self.unused.show_gradients()
+
     def suspend_forward(self, loss: Tensor | None = None) -> None:
         if loss is not None:  # without one, a step of an optimizer follows, whose hooks may still read gradients
             self.step.on = False

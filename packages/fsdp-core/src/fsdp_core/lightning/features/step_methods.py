@@ -85,7 +85,9 @@ class StepMethods:
             self._hook_into_optimizers()
         try:
             output = self._run("training_step", *args, **kwargs)
-            if not self._is_automatic:
+            if self._is_automatic:
+                strategy.sharded.end_forward()
+            else:
                 strategy.sharded.reshard()  # hooks write to shards from now on
             return output
         finally:
