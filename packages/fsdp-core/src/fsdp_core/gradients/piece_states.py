@@ -30,7 +30,8 @@ _LEAVES = frozenset(
 #: Classes of values of a state that have no tensors inside them: leaves, and the tensors themselves.
 _NOT_NESTED = _LEAVES | PIECE_CLASSES | {Tensor}
 
-#: The attribute that marks an optimizer or module whose shards must not be written to files, for the hook that refuses.
+#: The attribute that marks an optimizer or module whose shards must not be written to files. Its value is for the hook
+#: that refuses them.
 SHARDS_ATTRIBUTE = "_fsdp_core_shards"
 
 #: How deep tensors are looked for: those in lists, in a dictionary, in an attribute of an object, for example.
@@ -112,7 +113,7 @@ def _members(value: Any) -> Iterable[Any]:
         return () if starts_with_leaf else value  # a history of losses, for example, is long and has no tensors
     if isinstance(value, Tensor | nn.Module):
         return ()
-    # an optimizer that another one wraps is looked into, also if it is torch's
+    # an optimizer inside another, as in Lookahead, is looked into, also if it is torch's
     if not isinstance(value, Optimizer) and value.__class__.__module__.partition(".")[0] in _LIBRARIES:
         return ()
     slots = (getattr(value, name, None) for name in getattr(value, "__slots__", ()))

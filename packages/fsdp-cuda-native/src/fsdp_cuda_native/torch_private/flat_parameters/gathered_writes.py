@@ -228,7 +228,7 @@ def _use_unsharded_views(
     training_state = handle._training_state
     if training_state == HandleTrainingState.BACKWARD_PRE and lacks_views(handle):  # FSDP1 gathers this unit ahead
         handle._training_state = HandleTrainingState.FORWARD  # in which FSDP1 makes views: those it saved are gone
-    GatheredValue.is_data_assignable = True  # FSDP1 assigns to it in a backward pass
+    GatheredValue.is_data_assignable = True  # FSDP1 assigns in a backward pass, to views that it saved
     try:
         type(handle)._use_unsharded_views(handle, as_params)
     finally:
