@@ -314,7 +314,7 @@ class FSDP2Backend(Backend):
     def shard(self, module: nn.Module, plan: ShardingPlan | None = None) -> Sharded:
         already_sharded = sharded_of(module)
         if isinstance(already_sharded, FSDP2Sharded):
-            already_sharded.check_not_interrupted()
+            already_sharded.check_recoverable()
         return super().shard(module, plan)
 
     def shard_module(self, module: nn.Module, plan: ShardingPlan) -> FSDP2Sharded:

@@ -295,7 +295,7 @@ class TrainerCheckpoints:
         strategy.wait_for_saves()
         path = strategy.agree_on_path(normalize_paths(checkpoint_at(path_or_paths)), "load")
         saved = _as_lightnings_dict(read_checkpoint(strategy, path, weights_only), path)
-        saved = strategy.features.exact_resume.own_positions(saved, self._trainer)
+        saved = strategy.features.exact_resume.place_own_positions(saved, self._trainer)
         if not isinstance(path_or_paths, str | os.PathLike):  # Lightning does the following for a single path alone
             set_checkpoint_in_use(self._trainer, path if isinstance(path, str) else path[0])
             saved, _ = migrate_checkpoint(saved)

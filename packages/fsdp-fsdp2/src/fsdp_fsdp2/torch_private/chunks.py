@@ -1,7 +1,7 @@
 """The chunks that ``fully_shard`` cuts a parameter into, made when they are used.
 
-torch makes a view for each rank, of each parameter, on each rank, and uses two: with 1,024 ranks, that is most of the
-time that sharding takes.
+torch cuts each parameter, on each rank, into a view for every rank, and uses two of the views: with 1,024 ranks, that
+is most of the time that sharding takes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ class Chunks:
 
     def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
         self._tensor, self._dim = tensor, dim
-        self._rows = -(-tensor.size(dim) // count)  # rounded up
+        self._chunk_length = -(-tensor.size(dim) // count)  # rounded up
 
     def __getitem__(self, index: int) -> Tensor:
-        start = index * self._rows
-        rows = min(self._rows, self._tensor.size(self._dim) - start)
-        return self._tensor.narrow(self._dim, start, rows) if rows > 0 or not self._rows else self._tensor.new_empty(0)
+        start = index * self._chunk_length
+        length = min(self._chunk_length, self._tensor.size(self._dim) - start)
+        is_past_end = length <= 0 < self._chunk_length  # of an empty tensor, torch makes each chunk a view
+        return self._tensor.new_empty(0) if is_past_end else self._tensor.narrow(self._dim, start, length)
 
 
 @contextmanager
