@@ -8,20 +8,23 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from click.testing import CliRunner
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_core.cli import fsdp
 from fsdp_core.cli.plan import parse_size
 from fsdp_core.errors import ShardingError
+from fsdp_core.rehearsal.candidates import Candidate
 from fsdp_core.rehearsal.collectives import Collective, total_sent
 from fsdp_core.rehearsal.known_values import KnownValues
 from fsdp_core.rehearsal.memory import MemoryMode
-from fsdp_core.rehearsal.planning import Outcome, ranked
-from fsdp_core.rehearsal.script import fits_of_script
+from fsdp_core.rehearsal.planning import Outcome, ranked, rehearse_candidate
+from fsdp_core.rehearsal.script import CaughtFit, run_script
 from fsdp_core.testing.refusals import assert_says
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -66,6 +69,8 @@ KNOWN = torch.tensor([3, 0, 5, 5])
 QUESTIONS: dict[str, tuple[Callable[[Tensor], Any], Any, Any]] = {
     "item": (lambda x: x.max().item(), 5, 1.0),
     "condition": (lambda x: bool((x > 4).any()), True, False),
+    "finite": (lambda x: bool(torch.isfinite(x).all()), True, True),
+    "not finite": (lambda x: bool(torch.logical_or(x.isnan(), x.isinf()).any()), False, False),
     "comparison": (lambda x: bool(x.sum() > 12), True, True),
     "nonzero": (lambda x: len(x.nonzero()), 3, 4),
     "mask": (lambda x: tuple(x[x > 3].shape), (2,), (4,)),
@@ -154,7 +159,9 @@ def written(folder: Path, source: str) -> str:
 
 
 def test_a_script_runs_up_to_its_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (fit,) = fits_of_script(written(tmp_path, SCRIPT), ["4"])
+    fits: list[CaughtFit] = []
+    assert run_script(written(tmp_path, SCRIPT), ["4"], fits.append) is None
+    (fit,) = fits
     assert type(fit.module).__name__ == "Net"
     assert fit.batch.shape == (4, 8)
     assert fit.batches == 8
@@ -169,7 +176,8 @@ def test_a_script_runs_up_to_its_fit(tmp_path: Path, capsys: pytest.CaptureFixtu
     [
         ("print(1)", ["ended before it has called Trainer.fit()", "Give the arguments"]),
         ("import sys; sys.exit(2)", ["ended with status 2"]),
-        ("raise KeyError('data')", ["raised KeyError: 'data'"]),
+        ("raise KeyError('data')", ["raised KeyError: 'data'", "train.py:1"]),
+        ("import lightning as L\nL.Fabric()", ["train.py:2 builds a Fabric", "under a Trainer"]),
         (SCRIPT.replace("torch.ones(32, 8)", "torch.ones(0, 8)"), ["the train loader is empty"]),
         (
             SCRIPT.replace("DataLoader(torch.ones(32, 8), batch_size=int(sys.argv[1]))", "Slow()").replace(
@@ -181,8 +189,137 @@ def test_a_script_runs_up_to_its_fit(tmp_path: Path, capsys: pytest.CaptureFixtu
 )
 def test_scripts_without_a_fit_to_rehearse(tmp_path: Path, source: str, words: list[str]) -> None:
     with pytest.raises(ShardingError) as raised:
-        list(fits_of_script(written(tmp_path, source), ["4"], patience=0.2))
+        run_script(written(tmp_path, source), ["4"], lambda fit: None, patience=0.2)
     assert_says(str(raised.value), *words)
+
+
+def test_a_fit_is_caught_with_the_script_around_it(tmp_path: Path) -> None:
+    path = written(
+        tmp_path, SCRIPT.replace('    print("the script has ended")', "    trainer.callback_metrics['loss']")
+    )
+    fits: list[tuple[CaughtFit, list[str]]] = []
+    failure = run_script(path, ["4"], lambda fit: fits.append((fit, sys.argv)))
+    assert failure == f"raised KeyError: 'loss' ({path}:26)"
+    ((fit, arguments),) = fits
+    assert arguments == [path, "4"]  # a step may read them
+    assert not fit.callbacks
+
+
+def test_lightning_cli_finds_the_trainers_arguments(tmp_path: Path) -> None:
+    start = SCRIPT.partition('if __name__ == "__main__":')[0]
+    path = written(
+        tmp_path,
+        f"""{start}
+class Data(L.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(torch.ones(32, 8), batch_size=4)
+
+from lightning.pytorch.cli import LightningCLI
+LightningCLI(Net, Data)
+""",
+    )
+    fits: list[CaughtFit] = []
+    run_script(path, ["fit", "--trainer.max_epochs=3", "--trainer.logger=false"], fits.append)
+    assert fits[0].trainer_arguments["max_epochs"] == 3
+
+
+# -- a fit -------------------------------------------------------------------------------------------------------------
+
+
+class Net(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(2)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+    def on_train_epoch_end(self) -> None:
+        raise AssertionError("it may write files")
+
+
+def fit_of(module: pl.LightningModule, *callbacks: pl.Callback, **arguments: Any) -> CaughtFit:
+    given = {"callbacks": list(callbacks), **arguments}
+    batch = torch.ones(4, 8)
+    return CaughtFit(
+        module=module, batch=batch, batches=9, datamodule=None, given=given, seconds_for_batch=0.0, where="train.py:1"
+    )
+
+
+class Frozen(BaseFinetuning):
+    def freeze_before_training(self, module: pl.LightningModule) -> None:
+        self.freeze(module.layers[0])
+
+    def finetune_function(self, *args: Any) -> None:
+        """Nothing thaws."""
+
+
+def test_callbacks_that_change_training_take_part() -> None:
+    fit = fit_of(Net(), Frozen(), pl.Callback())
+    assert fit.left_out == ["Callback"]
+    step = rehearse_candidate(fit, Candidate(strategy="auto"))
+    assert step.error is None
+    state_of_half = 2 * 4 * (8 * 8 + 8)
+    assert state_of_half <= step.by_content["optimizer state"] < 1.5 * state_of_half
+
+
+class TwoOptimizers(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            self.manual_backward(self.layers(batch).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(layer.parameters()) for layer in self.layers]
+
+
+def test_a_batch_with_several_optimizers_is_one_step() -> None:
+    outcome = rehearse_candidate(fit_of(TwoOptimizers()), Candidate(strategy="auto"))
+    assert outcome.error is None
+    assert outcome.by_content["optimizer state"] >= 2 * 4 * 2 * (8 * 8 + 8)
+    assert outcome.by_content["parameters"] == 4 * 2 * (8 * 8 + 8)
+
+
+class ExchangesObjects(Net):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        objects: list[Any] = [None, None]
+        torch.distributed.all_gather_object(objects, {"batch": batch_idx})
+        assert objects == [{"batch": batch_idx}] * 2
+        loss = super().training_step(batch, batch_idx)
+        assert f"{loss:.2f}" == "1.00"
+        return loss
+
+
+@torch.library.custom_op("rehearsed::double", mutates_args=())
+def double(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+class WithoutFake(Net):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return super().training_step(double(batch), batch_idx)
+
+
+def test_objects_are_exchanged_with_imagined_ranks() -> None:
+    assert rehearse_candidate(fit_of(ExchangesObjects()), Candidate(strategy="ddp", ranks=2)).error is None
+
+
+def test_an_operator_without_a_fake_is_named_with_what_to_write() -> None:
+    outcome = rehearse_candidate(fit_of(WithoutFake()), Candidate(strategy="auto"))
+    assert_says(str(outcome.error), "rehearsed::double", "test_rehearsal.py:", "torch.library.register_fake")
+
+
+def test_a_fit_without_a_step_is_no_plan() -> None:
+    outcome = rehearse_candidate(fit_of(Net(), limit_train_batches=0), Candidate(strategy="auto"))
+    assert_says(str(outcome.error), "ended without an optimizer step")
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

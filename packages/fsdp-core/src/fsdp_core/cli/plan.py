@@ -81,7 +81,7 @@ def plan(
     """
     from fsdp_core.rehearsal.candidates import candidates_for
     from fsdp_core.rehearsal.planning import devices_here, ranked, rehearse_candidate
-    from fsdp_core.rehearsal.script import fits_of_script
+    from fsdp_core.rehearsal.script import run_script
 
     here, memory_here = devices_here()
     devices, memory = devices or here, memory or memory_here
@@ -89,12 +89,15 @@ def plan(
         raise click.BadParameter(f"--rank {rank} is none of {devices} ranks, which are numbered from 0.")
     refused: dict[str, str] = {}
     plans: list[tuple[CaughtFit, list[Outcome]]] = []
+
+    def rehearse(fit: CaughtFit) -> None:
+        candidates, without = candidates_for(devices, fit.module, fit.given.get("strategy"))
+        outcomes = [rehearse_candidate(fit, candidate, min(rank, candidate.ranks - 1)) for candidate in candidates]
+        refused.update(without)
+        plans.append((fit, ranked(outcomes, memory)))
+
     with _output_to_stderr():
-        fits = fits_of_script(script, arguments, patience=patience, as_module=as_module)
-        for fit in fits:
-            candidates, refused = candidates_for(devices, fit.module, fit.given.get("strategy"))
-            outcomes = [rehearse_candidate(fit, candidate, min(rank, candidate.ranks - 1)) for candidate in candidates]
-            plans.append((fit, ranked(outcomes, memory)))
+        failure = run_script(script, arguments, rehearse, patience=patience, as_module=as_module)
     if as_json:
         print_json(
             {
@@ -103,6 +106,7 @@ def plan(
                 "rank": rank,
                 "fits": [_as_data(fit, outcomes, memory) for fit, outcomes in plans],
                 "not_rehearsed": refused,
+                "script_failed": failure,
             }
         )
     else:
@@ -110,6 +114,8 @@ def plan(
             _print_plan(fit, outcomes, devices, memory)
         for name, why in refused.items():
             click.echo(f"Not rehearsed: {name}: {why}.")
+        if failure is not None:
+            click.echo(f"After that, the script {failure}. If it has other fits, they are not planned.")
     ctx.exit(0 if all(any(o.fits(memory) for o in outcomes) for _, outcomes in plans) else _NOTHING_FITS)
 
 
@@ -165,10 +171,15 @@ def _print_plan(fit: CaughtFit, outcomes: Sequence[Outcome], devices: int, memor
             f"Nothing fits. The least is {rows[0][1]} a device: use more devices, a smaller batch with "
             "accumulate_grad_batches, or cpu_offload=True."
         )
+    errors: dict[str, list[str]] = {}
     for outcome in outcomes:
         if outcome.error is not None:
-            click.echo(f"Not planned: {outcome.written}, which ended in {outcome.error}")
+            errors.setdefault(outcome.error, []).append(outcome.written)
+    for error, written in errors.items():
+        click.echo(f"Not planned: {', '.join(written)}: {error}")
     for what, where in dict.fromkeys((w, at) for o in outcomes for w, at, _ in o.assumptions):
         click.echo(f"Assumed: {what}{f', at {where}' if where else ''}")
     if fit.left_out:
-        click.echo(f"Left out of the rehearsal: {', '.join(fit.left_out)}.")
+        click.echo(
+            f"Left out of the rehearsal: {', '.join(fit.left_out)}. What they allocate or change is in no number."
+        )

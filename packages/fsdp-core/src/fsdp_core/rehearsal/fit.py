@@ -7,25 +7,42 @@ import gc
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch import callbacks
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
+from fsdp_core.errors import ShardingError
 from fsdp_core.lightning.strategy import ShardedStrategy
 from fsdp_core.rehearsal.imagined_ranks import ImaginedEnvironment, ImaginedRuntime, imagined_world
 from fsdp_core.rehearsal.known_values import Assumption, KnownValues
 from fsdp_core.rehearsal.memory import MemoryMode, StepRecord
 from fsdp_core.rehearsal.modules_on_fakes import fakes_allowed
-from fsdp_core.rehearsal.step_marks import StepMarks
+from fsdp_core.rehearsal.step_marks import EnoughSteps, StepMarks
 from fsdp_core.torch_private.fake_tensors import FakeCopyMode, FakeTensorMode, tree_map_only
 from fsdp_core.torch_private.tensors import is_fake
 
-__all__ = ["Rehearsal", "RehearsedRun", "rehearse_fit"]
+__all__ = ["Rehearsal", "RehearsedRun", "rehearse_fit", "takes_part"]
+
+#: Lightning's callbacks that change what a step allocates.
+_OF_TRAINING: tuple[type[pl.Callback], ...] = (
+    *(callbacks.BaseFinetuning, callbacks.GradientAccumulationScheduler, callbacks.LambdaCallback),
+    *(callbacks.ModelPruning, callbacks.StochasticWeightAveraging, callbacks.WeightAveraging),
+)
+
+
+def takes_part(callback: pl.Callback) -> bool:
+    """Whether a callback takes part in a rehearsal: those of Lightning's do that change what is trained, or how.
+
+    Args:
+        callback: A callback of the user's Trainer.
+    """
+    return isinstance(callback, _OF_TRAINING)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +116,21 @@ def rehearse_fit(run: RehearsedRun) -> Rehearsal:
         memory.take(module.buffers(), "buffers")
         numel = sum(parameter.numel() for parameter in module.parameters())
         batches = _FakeBatches(run.batch, run.batches, fake_mode, memory, values)
-        marks = StepMarks(memory)
+        marks = StepMarks(memory, leaves_at_once=True)
         trainer = _trainer(run, marks)
+        _leave_out_callbacks(module, values)
         try:
             trainer.fit(module, batches)
+        except EnoughSteps:  # before hooks of the epoch's end, which may write files
+            pass
         finally:
             marks.detach()
+    if not marks.steps:
+        raise ShardingError(
+            "the fit has ended without an optimizer step, so there is none to show.\n"
+            "Look at the Trainer's max_steps, max_epochs and limit_train_batches, "
+            "and whether training_step returns a loss."
+        )
     gc.collect()
     return Rehearsal(
         step=memory.step,
@@ -139,6 +165,24 @@ def _trainer(run: RehearsedRun, marks: pl.Callback) -> pl.Trainer:
         strategy.runtime = ImaginedRuntime()
         strategy.hang_timeout = None
     return trainer
+
+
+def _leave_out_callbacks(module: pl.LightningModule, values: KnownValues) -> None:
+    """Keep only those of the module's own callbacks that take part in a rehearsal."""
+    configure = module.configure_callbacks
+
+    def configure_callbacks() -> list[pl.Callback]:
+        configured = configure()
+        own = list(configured) if isinstance(configured, Sequence) else [configured]
+        for callback in own:
+            if not takes_part(callback):
+                values.assumptions[
+                    Assumption(f"{type(callback).__name__} of configure_callbacks() changes nothing", "")
+                ] += 1
+        return [callback for callback in own if takes_part(callback)]
+
+    if configure.__func__ is not pl.LightningModule.configure_callbacks:
+        module.configure_callbacks = configure_callbacks  # type: ignore[method-assign]
 
 
 def _with_fake_tensors(module: pl.LightningModule, fake_mode: FakeTensorMode) -> pl.LightningModule:

@@ -8,8 +8,8 @@ it gets an assumption, which the report shows with the line that has asked.
 from __future__ import annotations
 
 import functools
+import math
 import sys
-import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fsdp_core.rehearsal.users_code import is_users
 from fsdp_core.torch_private.fake_tensors import (
     ITEM,
     UNIQUE,
@@ -42,8 +43,11 @@ _MAX_NUMEL = 1 << 22
 #: A question whose answer decides how long a loop runs is answered with the other answer from the fifth time on.
 _SAME_ANSWERS = 4
 
-#: Operators that return a bool of which "no" is the usual answer: there is no NaN, and nothing differs.
-_USUALLY_FALSE = frozenset({"any", "ne", "isnan", "isinf", "logical_not", "bitwise_not"})
+#: Operators that return bools of which "no" is the usual answer: all numbers are finite.
+_USUALLY_FALSE = frozenset({"isnan", "isinf", "isposinf", "isneginf"})
+
+#: Operators that only look at their first argument otherwise.
+_VIEWS = frozenset({"view", "reshape", "detach", "clone", "alias", "select", "squeeze", "unsqueeze", "expand", "all"})
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class KnownValues(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.assumptions: Counter[Assumption] = Counter()
         self._real_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._operator_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # that has made a bool
+        self._usual_answers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of bools that are not known
         self._times_asked: Counter[str] = Counter()
 
     def know(self, fake: Tensor, real: Tensor) -> None:
@@ -94,7 +98,10 @@ class KnownValues(TorchDispatchMode):
         if answer is not None:
             return answer(self, func, args, kwargs)
         result = func(*args, **kwargs)
-        self._compute_beside(func, args, kwargs, result)
+        if func.namespace == "c10d" and operator_name(func) == "allgather_":
+            self._gather(args)
+        else:
+            self._compute_beside(func, args, kwargs, result)
         return result
 
     # -- real values -----------------------------------------------------------------------------------------------
@@ -105,16 +112,38 @@ class KnownValues(TorchDispatchMode):
         Raises:
             KeyError: One of the tensors has no known values.
         """
-        return tree_map_only(
-            Tensor, lambda tensor: self._real_of[tensor] if tensor in self._real_of else _fail(), value
-        )
+        return tree_map_only(Tensor, self._real_tensor, value)
+
+    def _real_tensor(self, tensor: Tensor) -> Tensor:
+        real = self._real_of.get(tensor)
+        if real is None and type(tensor) is Tensor:
+            real = tensor  # a tensor of the script's, or what it has just made of a list
+        if real is None or real.is_floating_point() or real.is_complex() or real.device.type == "meta":
+            raise KeyError
+        plain: Tensor = real
+        return plain
+
+    def _gather(self, args: Any) -> None:
+        """Know what ranks gather, of which each has what this one has."""
+        for outputs, tensor in zip(args[0], args[1], strict=False):
+            try:
+                real = self._real_tensor(tensor)
+            except KeyError:
+                continue
+            for output in outputs:
+                known = self._real_of.get(output)
+                with no_dispatch():
+                    if known is not None:
+                        known.copy_(real)  # it may be a view
+                    else:
+                        self._real_of[output] = real.clone()
 
     def _compute_beside(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Compute what an operator returns, where all of its arguments are known."""
         results = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
         for value in results:
-            if value.dtype is torch.bool and value.dim() == 0:
-                self._operator_of[value] = operator_name(func)
+            if value.dtype is torch.bool:
+                self._follow_usual_answer(operator_name(func).rstrip("_"), args, value)
         is_small = all(not r.is_floating_point() and not r.is_complex() and r.numel() <= _MAX_NUMEL for r in results)
         arguments = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         try:
@@ -158,9 +187,33 @@ class KnownValues(TorchDispatchMode):
         self.assume(f"a value is {number}")
         return complex(number) if tensor.is_complex() else number
 
+    def _follow_usual_answer(self, operator: str, args: Any, result: Tensor) -> None:
+        """Note what the elements of a bool usually are, if it follows from that numbers are finite."""
+        usual = [self._usual_answers.get(value) for value in args[:2] if isinstance(value, Tensor)]
+        answer: bool | None = None
+        if operator in _USUALLY_FALSE:
+            answer = False
+        elif operator in ("eq", "ne") and len(args) > 1:
+            other = args[1]
+            if isinstance(other, float) and math.isinf(other):
+                answer = operator == "ne"
+            elif operator == "ne" or other is args[0]:
+                answer = operator == "eq"
+        elif operator in ("logical_not", "bitwise_not"):
+            answer = usual == [False]
+        elif operator == "any":
+            answer = usual == [True]
+        elif operator in _VIEWS:
+            answer = usual[0] if usual else None
+        elif None not in usual and operator in ("logical_and", "bitwise_and", "mul"):
+            answer = all(usual)
+        elif None not in usual and operator in ("logical_or", "bitwise_or", "add"):
+            answer = any(usual)
+        if answer is not None:
+            self._usual_answers[result] = answer
+
     def _decide(self, tensor: Tensor) -> bool:
-        operator = self._operator_of.get(tensor, "")
-        answer = operator.rstrip("_") not in _USUALLY_FALSE
+        answer = bool(self._usual_answers.get(tensor, True))
         where = _users_line()
         self._times_asked[where] += 1
         if self._times_asked[where] > _SAME_ANSWERS:
@@ -242,6 +295,16 @@ class KnownValues(TorchDispatchMode):
         self.assume(f"values are below {length}")
         return _empty(args[0], (length,))
 
+    def grouped_mm(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """Products of groups of rows, for which torch has no fake but in bfloat16."""
+        left, right = args[:2]
+        if left.dtype is torch.bfloat16:
+            result: Tensor = func(*args, **kwargs)
+            return result
+        offsets = kwargs["offs"] if "offs" in kwargs else args[2]
+        groups = () if left.dim() + right.dim() == 5 else (left.shape[0] if left.dim() == 3 else offsets.numel(),)
+        return left.new_empty((*groups, left.shape[-2], right.shape[-1]))
+
     def _known_result(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What an operator returns on the real values; ``None`` if they are not known."""
         try:
@@ -288,6 +351,7 @@ _ANSWERS: dict[Any, _Answer] = {
     _aten.equal.default: KnownValues.equal,
     _aten.repeat_interleave.Tensor: KnownValues.repeat_interleave,
     _aten.bincount.default: KnownValues.bincount,
+    _aten._grouped_mm.default: KnownValues.grouped_mm,
 }
 
 
@@ -303,22 +367,23 @@ def _arrays_of_fakes(values: KnownValues) -> Iterator[None]:
         array = values.to_numpy(tensor)
         return array if dtype is None else array.astype(dtype)
 
+    def as_text(tensor: Tensor, form: str) -> str:
+        return format(tensor.item(), form) if form and tensor.dim() == 0 else format(str(tensor), form)
+
     FakeTensor.numpy = numpy  # type: ignore[method-assign,assignment]
     FakeTensor.__array__ = as_array  # type: ignore[method-assign]
+    FakeTensor.__format__ = as_text  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
         del FakeTensor.numpy
         del FakeTensor.__array__
+        del FakeTensor.__format__
 
 
 def _empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
     """A fake tensor on the device of another one."""
     return like.new_empty(tuple(shape), dtype=dtype)
-
-
-def _fail() -> Any:
-    raise KeyError
 
 
 def _is_unfilled(func: Any) -> bool:
@@ -336,20 +401,22 @@ _OURS = ("torch", "lightning", "fsdp_", "contextlib", "runpy", "click")
 def _users_line() -> str:
     """The innermost line on the stack that no library has; that of a library which asked, if there is none.
 
-    Empty if nobody but torch, Lightning and this project is on the stack.
+    Empty if nobody but torch, Lightning and this project is on the stack of the fit that is rehearsed.
     """
     frame: Any = sys._getframe(2)
     of_library = ""
     while frame is not None:
         file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
+        if module == _START:
+            break
         name_in_library = file.partition("site-packages/")[2]
         if not module.startswith(_OURS) or module.startswith("torchmetrics"):
-            if not name_in_library and not file.startswith(_NOT_USERS):
+            if not name_in_library and is_users(file):
                 return f"{file}:{frame.f_lineno}"
             of_library = of_library or (f"{name_in_library}:{frame.f_lineno}" if name_in_library else "")
         frame = frame.f_back
     return of_library
 
 
-#: Where the standard library is, and what is not in a file.
-_NOT_USERS = (sysconfig.get_path("stdlib"), "<")
+#: The module that starts the fit: what is further out on the stack has called the rehearsal.
+_START = "fsdp_core.rehearsal.fit"

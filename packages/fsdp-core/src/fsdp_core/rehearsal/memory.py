@@ -192,6 +192,7 @@ class MemoryMode(TorchDispatchMode):
         self.module = ""
         self.recomputing = False
         self.step = StepRecord()
+        self._record = self.step
         self._reduces_in_a_copy = reduces_in_a_copy
         self._allocations: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._live: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -201,7 +202,11 @@ class MemoryMode(TorchDispatchMode):
     def begin_step(self) -> None:
         """Begin a new record, with what is live now."""
         live = [allocation for allocation in self._allocations.values() if allocation.nbytes]
-        self.step = StepRecord(start=[(allocation, allocation.nbytes) for allocation in live])
+        self.step = self._record = StepRecord(start=[(allocation, allocation.nbytes) for allocation in live])
+
+    def end_step(self) -> None:
+        """Leave the record as it is, whatever happens from now on."""
+        self._record = StepRecord()
 
     def take(self, tensors: Iterable[Tensor], content: Content) -> None:
         """Note what tensors hold, whose storages may be known already.
@@ -237,7 +242,7 @@ class MemoryMode(TorchDispatchMode):
         delta = nbytes - allocation.nbytes
         if delta:
             allocation.nbytes = nbytes
-            self.step.changes.append(Change(self.step.operations, self.phase, self.module, allocation, delta))
+            self._record.changes.append(Change(self._record.operations, self.phase, self.module, allocation, delta))
 
     def _resized(self, storage: UntypedStorage) -> None:
         """Follow a storage that is resized by itself: a library frees and refills gathered parameters so."""
@@ -263,7 +268,7 @@ class MemoryMode(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if self._fake_mode is not active_fake_mode():
             return result  # computed for real in between, on values that a rehearsal knows
-        self.step.operations += 1
+        self._record.operations += 1
         collective = collective_of(func, args, result)
         if collective is not None:
             self._communicate(collective, result)
@@ -274,7 +279,7 @@ class MemoryMode(TorchDispatchMode):
         return result
 
     def _communicate(self, collective: Collective, result: Any) -> None:
-        self.step.collectives.append(collective)
+        self._record.collectives.append(collective)
         for tensor in collective.received:
             self._meet(tensor, None if self.phase == "optimizer" else "communication")
         for tensor in tree_leaves(result):

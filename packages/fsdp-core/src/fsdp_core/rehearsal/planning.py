@@ -19,6 +19,8 @@ from fsdp_core.rehearsal.candidates import Candidate
 from fsdp_core.rehearsal.collectives import total_sent
 from fsdp_core.rehearsal.fit import Rehearsal, RehearsedRun, rehearse_fit
 from fsdp_core.rehearsal.script import CaughtFit
+from fsdp_core.rehearsal.users_code import line_of_error
+from fsdp_core.torch_private.fake_tensors import DynamicOutputShapeException, operator_without_fake
 
 __all__ = ["Outcome", "rehearse_candidate"]
 
@@ -112,7 +114,7 @@ def _rehearse(fit: CaughtFit, candidate: Candidate, rank: int) -> Outcome:
                 build=lambda: fit.module,
                 batch=fit.batch,
                 batches=fit.batches,
-                trainer_arguments=fit.trainer_arguments,
+                trainer_arguments={**fit.trainer_arguments, "callbacks": fit.callbacks},
                 strategy=candidate.build(),
                 ranks=candidate.ranks,
                 rank=rank,
@@ -122,15 +124,22 @@ def _rehearse(fit: CaughtFit, candidate: Candidate, rank: int) -> Outcome:
     except Exception as error:
         if os.environ.get("FSDP_PLAN_TRACEBACK"):
             traceback.print_exc()
-        return Outcome(**facts, error=f"{type(error).__name__}: {first_line(error)}{_where(error)}")
+        return Outcome(**facts, error=_explain(error))
     return _outcome(facts, rehearsal)
 
 
-def _where(error: BaseException) -> str:
-    """The innermost line of the user's in an error's stack, in words."""
-    frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if "site-packages" not in frame.filename and "fsdp_core" not in frame.filename]
-    return f" ({users[-1].filename}:{users[-1].lineno})" if users else ""
+def _explain(error: BaseException) -> str:
+    """What an error says, and the user's line that has raised it."""
+    if isinstance(error, DynamicOutputShapeException):
+        return f"{error.func}, of which the shape of the result depends on values{line_of_error(error)}"
+    operator = operator_without_fake(error)
+    if operator is None:
+        return f"{type(error).__name__}: {first_line(error)}{line_of_error(error)}"
+    return (
+        f"the operator {operator}, which can't compute shapes without values{line_of_error(error)}. Write what it "
+        f'returns: @torch.library.register_fake("{operator}") on a function of the same arguments that returns such as '
+        "torch.empty_like(x)"
+    )
 
 
 def _outcome(facts: Mapping[str, Any], rehearsal: Rehearsal) -> Outcome:

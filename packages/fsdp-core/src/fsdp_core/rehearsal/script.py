@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import runpy
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric import Fabric
 
-from fsdp_core.errors import ShardingError
+from fsdp_core.errors import ShardingError, first_line
+from fsdp_core.rehearsal.fit import takes_part
+from fsdp_core.rehearsal.users_code import line_of_call, line_of_error
 from fsdp_core.state.fqn import unwrap_compiled
 
-__all__ = ["CaughtFit", "fits_of_script"]
+__all__ = ["CaughtFit", "run_script"]
 
 #: Arguments of the Trainer that say where and beside what a run trains: a rehearsal has its own.
 _NOT_TAKEN = frozenset(
@@ -61,57 +65,69 @@ class CaughtFit:
         return {name: value for name, value in self.given.items() if name not in _NOT_TAKEN}
 
     @property
+    def callbacks(self) -> list[pl.Callback]:
+        """The callbacks that take part in a rehearsal: those of Lightning that change what is trained, or how."""
+        return [callback for callback in self.given["callbacks"] if takes_part(callback)]
+
+    @property
     def left_out(self) -> list[str]:
         """What the Trainer was given beside, which does not take part in a rehearsal, by class or name."""
-        names = [type(callback).__name__ for callback in self.given["callbacks"]]
+        without = [callback for callback in self.given["callbacks"] if not takes_part(callback)]
+        names = [type(callback).__name__ for callback in without]
         return [*names, *(["profiler"] if self.given.get("profiler") else [])]
 
 
-@dataclass
-class _Caught:
-    fits: list[CaughtFit] = field(default_factory=list)
-    error: BaseException | None = None
+def run_script(
+    script: str,
+    arguments: Sequence[str],
+    on_fit: Callable[[CaughtFit], None],
+    *,
+    patience: float = 60.0,
+    as_module: bool = False,
+) -> str | None:
+    """Run a script in which each call of ``Trainer.fit`` calls a function in place of training.
 
-
-class _Enough(BaseException):
-    """Ends a script whose fits were caught. No ``except Exception`` of the script sees it."""
-
-
-def fits_of_script(
-    script: str, arguments: Sequence[str] = (), *, patience: float = 60.0, as_module: bool = False
-) -> Iterator[CaughtFit]:
-    """Run a script, and yield each of its calls of ``Trainer.fit`` in place of running it.
-
-    The script goes on after a call as after a fit that has trained nothing.
+    The script goes on after a call as after a fit that has trained nothing. Its other runs of a Trainer do nothing.
 
     Args:
         script: The path of the script, or the name of a module.
         arguments: Its command-line arguments.
+        on_fit: Is called with each fit, while the script waits.
         patience: How many seconds the first batch of a loader may take.
         as_module: Whether ``script`` is the name of a module, as for ``python -m``.
 
+    Returns:
+        How the script has failed after a fit, in words; ``None`` if it has not.
+
     Raises:
-        ShardingError: The script ends, or raises, before it has called ``Trainer.fit``; or its loader is empty, or
-            takes longer.
+        ShardingError: The script ends, or raises, before it has called ``Trainer.fit``; its loader is empty, or
+            takes longer; or it trains under Fabric.
     """
-    caught = _Caught()
-    with _fits_caught(caught, patience), _as_main(script, arguments, as_module):
+    fits = 0
+
+    def count(fit: CaughtFit) -> None:
+        nonlocal fits
+        fits += 1
+        on_fit(fit)
+
+    failure: str | None = None
+    cause: BaseException | None = None
+    with _fits_caught(count, patience), _as_main(script, arguments, as_module):
         try:
             if as_module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(script, run_name="__main__")
         except SystemExit as end:
-            if end.code not in (None, 0) and not caught.fits:
-                raise ShardingError(_not_reached(script, f"ended with status {end.code}")) from end
+            if end.code not in (None, 0):
+                failure, cause = f"ended with status {end.code}", end
         except ShardingError:
             raise
         except Exception as error:
-            if not caught.fits:
-                raise ShardingError(_not_reached(script, f"raised {type(error).__name__}: {error}")) from error
-    if not caught.fits:
-        raise ShardingError(_not_reached(script, "ended"))
-    yield from caught.fits
+            failure, cause = f"raised {type(error).__name__}: {first_line(error)}{line_of_error(error)}", error
+    if not fits:
+        raise ShardingError(_not_reached(script, failure or "ended")) from cause
+    return failure
 
 
 def _not_reached(script: str, how: str) -> str:
@@ -134,11 +150,12 @@ def _as_main(script: str, arguments: Sequence[str], as_module: bool) -> Iterator
 
 
 @contextmanager
-def _fits_caught(caught: _Caught, patience: float) -> Iterator[None]:
-    """A context in which Trainers are built for one CPU, and ``fit`` notes its arguments and returns."""
+def _fits_caught(on_fit: Callable[[CaughtFit], None], patience: float) -> Iterator[None]:
+    """A context in which Trainers are built for one CPU, and ``fit`` hands over its arguments and returns."""
     build, fit = pl.Trainer.__init__, pl.Trainer.fit
     signature = inspect.signature(build)
 
+    @functools.wraps(build)  # LightningCLI reads the signature
     def __init__(self: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(self, *args, **kwargs).arguments
         given = {name: value for name, value in bound.items() if name != "self"}
@@ -152,22 +169,23 @@ def _fits_caught(caught: _Caught, patience: float) -> Iterator[None]:
         kept["callbacks"] = list(given["callbacks"])
         build(self, **{**kept, **own})
 
+    @functools.wraps(fit)
     def fit_(
         self: pl.Trainer,
         model: Any,
         train_dataloaders: Any = None,
         val_dataloaders: Any = None,
         datamodule: Any = None,
-        **rest: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         if isinstance(train_dataloaders, pl.LightningDataModule):
             train_dataloaders, datamodule = None, train_dataloaders
-        frame = sys._getframe(1)
         module: Any = unwrap_compiled(model)
         started = time.perf_counter()
         loader = _loader_of(self, module, train_dataloaders, datamodule)
         batch = _first_batch(loader, patience)
-        caught.fits.append(
+        on_fit(
             CaughtFit(
                 module=module,
                 batch=batch,
@@ -175,15 +193,36 @@ def _fits_caught(caught: _Caught, patience: float) -> Iterator[None]:
                 datamodule=datamodule,
                 given=vars(self)["_given_in_script"],
                 seconds_for_batch=time.perf_counter() - started,
-                where=f"{frame.f_code.co_filename}:{frame.f_lineno}",
+                where=line_of_call(),
             )
         )
 
-    pl.Trainer.__init__, pl.Trainer.fit = __init__, fit_  # type: ignore[method-assign,assignment]
+    def run_nothing(self: pl.Trainer, *args: Any, **kwargs: Any) -> list[Any]:
+        return []
+
+    def refuse(self: Fabric, *args: Any, **kwargs: Any) -> None:
+        raise ShardingError(
+            f"{line_of_call()} builds a Fabric, whose training can't be planned yet: only calls of Trainer.fit() are.\n"
+            "Plan a LightningModule with the same model and batch under a Trainer: memory and traffic are the same."
+        )
+
+    replacements: list[tuple[type, str, Any]] = [(pl.Trainer, "__init__", __init__), (pl.Trainer, "fit", fit_)]
+    replacements += [
+        (pl.Trainer, name, functools.wraps(getattr(pl.Trainer, name))(run_nothing)) for name in _OTHER_RUNS
+    ]
+    replacements.append((Fabric, "__init__", refuse))
+    originals = [(owner, name, vars(owner)[name]) for owner, name, _ in replacements]
+    for owner, name, replacement in replacements:
+        setattr(owner, name, replacement)
     try:
         yield
     finally:
-        pl.Trainer.__init__, pl.Trainer.fit = build, fit  # type: ignore[method-assign]
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+
+
+#: A Trainer's runs that are not planned.
+_OTHER_RUNS = ("validate", "test", "predict")
 
 
 def _loader_of(trainer: pl.Trainer, module: pl.LightningModule, loaders: Any, datamodule: Any) -> Any:

@@ -11,19 +11,38 @@ from torch import Tensor, nn
 from fsdp_core.rehearsal.memory import MemoryMode
 from fsdp_core.sharding.units.wrap_policy import select_units
 
-__all__ = ["STEPS", "StepMarks"]
+__all__ = ["STEPS", "EnoughSteps", "StepMarks"]
 
 #: The optimizer steps of a rehearsal. In the first, optimizers allocate their state; the second is measured.
 STEPS = 2
 
 
-class StepMarks(pl.Callback):
-    """Tells the memory mode where in a step the run is, and ends it after two optimizer steps."""
+class EnoughSteps(BaseException):
+    """Ends a fit whose steps were rehearsed. No ``except Exception`` sees it."""
 
-    def __init__(self, memory: MemoryMode) -> None:
+
+class StepMarks(pl.Callback):
+    """Tells the memory mode where in a step the run is, and ends it after two optimizer steps.
+
+    A batch in which several optimizers step, as one of a GAN, is one step.
+
+    Attributes:
+        steps: The number of steps that have ended.
+    """
+
+    def __init__(self, memory: MemoryMode, *, leaves_at_once: bool = False) -> None:
+        """Make the callback.
+
+        Args:
+            memory: The mode.
+            leaves_at_once: Whether the run ends by :class:`EnoughSteps`, without what happens at an epoch's end.
+        """
+        self.steps = 0
         self._memory = memory
+        self._leaves_at_once = leaves_at_once
         self._handles: list[Any] = []
-        self._steps_before = 0
+        self._is_between_steps = True
+        self._global_step = 0
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         memory = self._memory
@@ -40,10 +59,10 @@ class StepMarks(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         memory = self._memory
-        if trainer.global_step == STEPS - 1 and self._steps_before != trainer.global_step:
+        if self._is_between_steps:
             self._classify(trainer, module)
             memory.begin_step()
-        self._steps_before = trainer.global_step
+            self._is_between_steps = False
         memory.phase = "forward"
 
     def on_before_backward(self, trainer: pl.Trainer, module: pl.LightningModule, loss: Tensor) -> None:
@@ -62,8 +81,16 @@ class StepMarks(pl.Callback):
     ) -> None:
         self._memory.phase = "between"
         self._classify(trainer, module)
-        if trainer.global_step >= STEPS:
+        if trainer.global_step == self._global_step:
+            return
+        self._global_step = trainer.global_step
+        self._is_between_steps = True
+        self.steps += 1
+        if self.steps == STEPS:
+            self._memory.end_step()
             trainer.should_stop = True
+            if self._leaves_at_once:
+                raise EnoughSteps
 
     def _classify(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Say what storages hold, as far as optimizers and parameters show it now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from contextlib import suppress
 from typing import Any
 
@@ -12,7 +13,13 @@ import torch
 from torch._guards import active_fake_mode
 
 # No public module has them.
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 
 # FSDP1 asks whether memory is allocated by its address; a fake tensor has none.
 from torch.distributed.fsdp import _flat_param as flat_param
@@ -27,6 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 __all__ = [
     "ITEM",
     "UNIQUE",
+    "DynamicOutputShapeException",
     "FakeCopyMode",
     "FakeTensor",
     "FakeTensorMode",
@@ -36,6 +44,7 @@ __all__ = [
     "is_mutable",
     "no_dispatch",
     "operator_name",
+    "operator_without_fake",
     "register_fake_backend",
     "tree_leaves",
     "tree_map_only",
@@ -53,6 +62,19 @@ def operator_name(func: Any) -> str:
 def is_mutable(func: Any) -> bool:
     """Whether an operator writes to one of its arguments."""
     return bool(func._schema.is_mutable)
+
+
+def operator_without_fake(error: BaseException) -> str | None:
+    """The operator for whose lack of shapes an error was raised, such as ``"mine::scale"``; ``None`` for other errors.
+
+    Args:
+        error: What was raised under a fake mode.
+    """
+    if isinstance(error, UnsupportedOperatorException):
+        operator: str = error.func._schema.name
+        return operator
+    match = re.search(r"no fake impl registered for <CustomOpDef\(([\w:.]+)\)>", str(error))
+    return match[1] if match else None
 
 
 def group_named(name: str) -> Any:
