@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from fsdp_core.cli.output import format_count, format_size, print_json, print_table
+from fsdp_core.cli.output import format_count, format_size, print_json, print_table, script_output_on_stderr
 
 if TYPE_CHECKING:
     from fsdp_core.rehearsal.planning import Outcome
@@ -89,7 +87,7 @@ def plan(
         raise click.BadParameter(f"--rank {rank} is none of {devices} ranks, which are numbered from 0.")
     refused: dict[str, str] = {}
     plans: list[tuple[CaughtFit, list[Outcome]]] = []
-    with _output_to_stderr():
+    with script_output_on_stderr():
         fits = fits_of_script(script, arguments, patience=patience, as_module=as_module)
         for fit in fits:
             candidates, refused = candidates_for(devices, fit.module, fit.given.get("strategy"))
@@ -111,17 +109,6 @@ def plan(
         for name, why in refused.items():
             click.echo(f"Not rehearsed: {name}: {why}.")
     ctx.exit(0 if all(any(o.fits(memory) for o in outcomes) for _, outcomes in plans) else _NOTHING_FITS)
-
-
-@contextmanager
-def _output_to_stderr() -> Iterator[None]:
-    """A context in which what the script prints is no part of the command's output."""
-    stdout = sys.stdout
-    sys.stdout = sys.stderr
-    try:
-        yield
-    finally:
-        sys.stdout = stdout
 
 
 def _as_data(fit: CaughtFit, outcomes: Sequence[Outcome], memory: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from fsdp_core.rehearsal.collectives import total_sent
 from fsdp_core.rehearsal.fit import Rehearsal, RehearsedRun, rehearse_fit
 from fsdp_core.rehearsal.script import CaughtFit
 
-__all__ = ["Outcome", "rehearse_candidate"]
+__all__ = ["Outcome", "devices_here", "ranked", "rehearse_candidate", "users_place"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,12 +122,16 @@ def _rehearse(fit: CaughtFit, candidate: Candidate, rank: int) -> Outcome:
     except Exception as error:
         if os.environ.get("FSDP_PLAN_TRACEBACK"):
             traceback.print_exc()
-        return Outcome(**facts, error=f"{type(error).__name__}: {first_line(error)}{_where(error)}")
+        return Outcome(**facts, error=f"{type(error).__name__}: {first_line(error)}{users_place(error)}")
     return _outcome(facts, rehearsal)
 
 
-def _where(error: BaseException) -> str:
-    """The innermost line of the user's in an error's stack, in words."""
+def users_place(error: BaseException) -> str:
+    """The innermost line of the user's in an error's stack, in parentheses; empty if there is none.
+
+    Args:
+        error: The error, as it was caught.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     users = [frame for frame in frames if "site-packages" not in frame.filename and "fsdp_core" not in frame.filename]
     return f" ({users[-1].filename}:{users[-1].lineno})" if users else ""

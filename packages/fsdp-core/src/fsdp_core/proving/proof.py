@@ -1,0 +1,364 @@
+"""A proof: the references of a caught fit, its strategies on real ranks, and what follows from how they differ."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from fsdp_core.errors import ShardingError, first_line
+from fsdp_core.plugins import registry
+from fsdp_core.plugins.capabilities import Capability
+from fsdp_core.proving.batches import batches_of_one_size, join_batches
+from fsdp_core.proving.causes import Cause, Variant, find_cause
+from fsdp_core.proving.forks import Failed, call_in_forks
+from fsdp_core.proving.runs import STEPS, Comparison, TrainedRun, compare_runs
+from fsdp_core.proving.training import Reference, train_in_one_process, train_on_rank
+from fsdp_core.rehearsal.candidates import Candidate, candidates_for, option_that_keeps_gathered
+from fsdp_core.rehearsal.script import CaughtFit
+from fsdp_core.sharding.units.wrap_policy import repeated_blocks
+
+__all__ = ["ACCUMULATE", "BATCHES", "RANKS", "Proof", "Row", "Verdict", "prove_fit"]
+
+#: Real ranks of a proof.
+RANKS = 2
+
+#: Micro-batches of a rank where accumulation is tried: two stand for more.
+ACCUMULATE = 2
+
+#: Batches that a proof draws of a loader.
+BATCHES = STEPS * RANKS * ACCUMULATE
+
+#: How accumulation is called among the options of a row.
+_ACCUMULATION = "accumulate_grad_batches"
+
+Verdict: TypeAlias = Literal["same", "differs", "can't tell", "refused"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What two runs that must agree have shown, as plain data.
+
+    Attributes:
+        what: The run that was compared, in words.
+        with_what: What it was compared with, in words.
+        verdict: Whether they are the same.
+        words: What differs first, or why that can't be told.
+        worst: The largest difference of gradients, relative to the largest element of each.
+        cause: The cause's name; empty if there is none.
+        remedy: What to write instead.
+        strategy: The strategy's name; empty for the references.
+        options: The options of this row's run.
+        seconds: How long it took.
+    """
+
+    what: str
+    with_what: str
+    verdict: Verdict
+    words: str = ""
+    worst: float = 0.0
+    cause: str = ""
+    remedy: str = ""
+    strategy: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def repeated_by(self) -> str:
+        """Options of the command that repeat this row alone."""
+        if not self.strategy:
+            return "--only references"
+        words = [f"--only {self.strategy}"]
+        return " ".join(words + [f"--option '{name}={json.dumps(value)}'" for name, value in self.options.items()])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """What a proof of one fit has shown.
+
+    Attributes:
+        rows: What was compared: the references first.
+        not_run: The installed strategies that were not run, with why.
+    """
+
+    rows: Sequence[Row]
+    not_run: Mapping[str, str]
+
+    def differences(self, accepted: Sequence[str] = ()) -> list[Row]:
+        """The rows that differ, without those whose cause is accepted.
+
+        Args:
+            accepted: Names of causes.
+        """
+        return [row for row in self.rows if row.verdict == "differs" and row.cause not in accepted]
+
+    @property
+    def unclear(self) -> list[Row]:
+        """The rows that can't tell."""
+        return [row for row in self.rows if row.verdict == "can't tell"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _References:
+    whole: TrainedRun | Failed
+    in_turn: TrainedRun | Failed
+    in_turn_accumulated: TrainedRun | Failed
+    perturbed: TrainedRun | Failed
+    seconds: float
+
+    @property
+    def stability(self) -> list[TrainedRun]:
+        """A run, and the same run with changed weights."""
+        base = self.in_turn if isinstance(self.whole, Failed) else self.whole
+        runs = [run for run in (base, self.perturbed) if isinstance(run, TrainedRun)]
+        return runs if len(runs) == 2 else []
+
+    @property
+    def random(self) -> str:
+        run = self.in_turn if isinstance(self.whole, Failed) else self.whole
+        return "" if isinstance(run, Failed) else run.random
+
+
+class _Prover:
+    """Runs references and strategies of a fit.
+
+    Args:
+        fit: What the script trains.
+        seconds: How long one run may take.
+    """
+
+    def __init__(self, fit: CaughtFit, seconds: float) -> None:
+        self.fit, self._seconds = fit, seconds
+        self._batches = batches_of_one_size(fit.drawn, BATCHES)
+        self._whole: list[Any] = []
+        self.cannot_join = ""
+        try:
+            self._whole = [join_batches(self._batches[i : i + RANKS]) for i in range(0, STEPS * RANKS, RANKS)]
+        except ShardingError as error:
+            self.cannot_join = first_line(error)
+
+    def run_references(self) -> _References:
+        started = time.monotonic()
+        is_manual = not self.fit.module.automatic_optimization
+        not_played = Failed(words="manual optimization steps by itself, so ranks can't be played in turn")
+        references: dict[str, Reference] = {}
+        if not self.cannot_join:
+            references["whole"] = self._reference(in_turn=False)
+        if not is_manual:
+            references["in_turn"] = self._reference(in_turn=True)
+            references["in_turn_accumulated"] = self._reference(in_turn=True, accumulate=ACCUMULATE)
+        runs = dict(zip(references, self._train(list(references.values())), strict=True))
+        whole = runs.get("whole", Failed(words=self.cannot_join))
+        if isinstance(whole, TrainedRun) or not is_manual:
+            changed = self._reference(in_turn=isinstance(whole, Failed), is_perturbed=True)
+            runs["perturbed"] = self._train([changed])[0]
+        return _References(
+            whole=whole,
+            in_turn=runs.get("in_turn", not_played),
+            in_turn_accumulated=runs.get("in_turn_accumulated", not_played),
+            perturbed=runs.get("perturbed", not_played),
+            seconds=time.monotonic() - started,
+        )
+
+    def train_variants(self, variants: Sequence[Variant]) -> list[TrainedRun | Failed]:
+        return self._train([self._reference(**vars(variant)) for variant in variants])
+
+    def _reference(self, *, in_turn: bool, accumulate: int = 1, **rest: Any) -> Reference:
+        batches = self._batches[: STEPS * RANKS * accumulate] if in_turn else self._whole
+        return Reference(batches=batches, ranks=RANKS, in_turn=in_turn, accumulate=accumulate, **rest)
+
+    def _train(self, references: Sequence[Reference]) -> list[TrainedRun | Failed]:
+        calls: list[Callable[[], TrainedRun]] = [
+            partial(train_in_one_process, self.fit, reference) for reference in references
+        ]
+        return call_in_forks(calls, self._seconds)
+
+    def run_strategy(self, candidate: Candidate, accumulate: int) -> list[TrainedRun | Failed]:
+        """The run as each of the ranks has seen it."""
+        batches = self._batches[: STEPS * RANKS * accumulate]
+        with tempfile.TemporaryDirectory(prefix="fsdp-prove-") as folder:
+            calls: list[Callable[[], TrainedRun]] = [
+                partial(
+                    train_on_rank,
+                    self.fit,
+                    candidate,
+                    batches[rank::RANKS],
+                    accumulate=accumulate,
+                    rank=rank,
+                    store=str(Path(folder, "ranks")),
+                    seconds=self._seconds,
+                )
+                for rank in range(RANKS)
+            ]
+            return call_in_forks(calls, self._seconds)
+
+
+def prove_fit(
+    fit: CaughtFit,
+    *,
+    seconds: float = 120.0,
+    only: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    tell: Callable[[str], None] = lambda words: None,
+) -> Proof:
+    """Train a fit in every way that must agree, and compare.
+
+    Args:
+        fit: What the script trains, with :data:`BATCHES` batches.
+        seconds: How long one run may take.
+        only: The strategy that is tried, or ``"references"``; ``None`` for all.
+        options: The options of that strategy; ``None`` for all sets that are worth a run.
+        tell: Is told what is run next.
+
+    Raises:
+        ShardingError: ``only`` names nothing that can be run.
+    """
+    candidates, not_run = candidates_for(RANKS, fit.module, fit.given.get("strategy"))
+    candidates = [candidate for candidate in candidates if candidate.ranks == RANKS and not candidate.options]
+    if only is not None:
+        candidates = _chosen(candidates, only, not_run)
+    prover = _Prover(fit, seconds)
+    tell("in one process")
+    references = prover.run_references()
+    rows: list[Row] = []
+    base_runs: list[TrainedRun] = []
+    for candidate in candidates:
+        has_failed: list[frozenset[str]] = []
+        option_sets = _option_sets(candidate, fit) if options is None else [dict(options)]
+        for option_set in option_sets:
+            if any(failed <= option_set.keys() for failed in has_failed):
+                continue
+            accumulate = int(option_set.get(_ACCUMULATION, 1))
+            own = {name: value for name, value in option_set.items() if name != _ACCUMULATION}
+            with_options = replace(candidate, options={**candidate.options, **own})
+            tell(_written(with_options, accumulate))
+            started = time.monotonic()
+            runs = prover.run_strategy(with_options, accumulate)
+            row = _row_of_strategy(references, runs, accumulate)
+            row = replace(
+                row,
+                what=_written(with_options, accumulate),
+                strategy=candidate.strategy,
+                options=option_set,
+                seconds=time.monotonic() - started,
+            )
+            rows.append(row)
+            if row.verdict != "same":
+                has_failed.append(frozenset(option_set))
+            if accumulate == 1 and isinstance(runs[0], TrainedRun):
+                base_runs.append(runs[0])
+    rows.insert(0, _row_of_references(prover, references, base_runs))
+    return Proof(rows=rows, not_run=not_run)
+
+
+def _chosen(candidates: Sequence[Candidate], only: str, not_run: Mapping[str, str]) -> list[Candidate]:
+    chosen = [candidate for candidate in candidates if candidate.strategy == only]
+    if not chosen and only != "references":
+        names = ", ".join(dict.fromkeys(candidate.strategy for candidate in candidates))
+        why = f": {not_run[only]}" if only in not_run else ""
+        raise ShardingError(f"--only {only} names nothing that can be run{why}.\nWrite one of: references, {names}.")
+    return chosen
+
+
+def _option_sets(candidate: Candidate, fit: CaughtFit) -> Iterator[dict[str, Any]]:
+    """Sets of options, smaller ones first: none, each by itself, and each pair."""
+    axes: dict[str, Any] = {}
+    if candidate.as_written is None and candidate.strategy in registry.strategies():
+        info = registry.strategies()[candidate.strategy]
+        axes |= option_that_keeps_gathered(info)
+        if repeated_blocks(fit.module) and Capability.ACTIVATION_CHECKPOINTING in info.capabilities:
+            axes["activation_checkpointing_policy"] = "every_1"
+        if "data_parallel_replicate_size" in {option.name for option in info.options}:
+            axes["data_parallel_replicate_size"] = RANKS
+    if fit.module.automatic_optimization:
+        axes[_ACCUMULATION] = ACCUMULATE
+    for size in range(3):
+        for names in combinations(axes, size):
+            yield {name: axes[name] for name in names}
+
+
+def _written(candidate: Candidate, accumulate: int) -> str:
+    return candidate.written + (f", {_ACCUMULATION}={accumulate}" if accumulate > 1 else "")
+
+
+def _row_of_strategy(references: _References, runs: Sequence[TrainedRun | Failed], accumulate: int) -> Row:
+    """How a strategy's run differs from the ranks in turn; or from the whole batch, if it is as that one."""
+    row = Row(what="", with_what="ranks in turn", verdict="can't tell")
+    failures = [run for run in runs if isinstance(run, Failed)]
+    if failures:
+        first = next((failure for failure in failures if failure.is_refusal), failures[0])
+        return replace(row, verdict="refused" if first.is_refusal else "can't tell", words=first.words)
+    expected = references.in_turn if accumulate == 1 else references.in_turn_accumulated
+    comparison = _compare_ranks(references, expected, runs)
+    if comparison is not None and comparison.agrees:
+        return replace(row, verdict="same", worst=comparison.worst)
+    if accumulate == 1:
+        with_whole = _compare_ranks(references, references.whole, runs)
+        if with_whole is not None and with_whole.agrees:
+            return replace(row, with_what="whole batch", verdict="same", worst=with_whole.worst)
+    if comparison is None:
+        assert isinstance(expected, Failed)
+        return replace(row, words=f"nothing to compare with: {expected.words}")
+    unclear = comparison.unclear
+    if not unclear and isinstance(expected, TrainedRun) and expected.communicates:
+        unclear = "the step asks the strategy to communicate, which the ranks in turn can't"
+    if not unclear and references.random:
+        unclear = f"the step draws random numbers by {references.random}"
+    if unclear:
+        return replace(row, words=unclear, worst=comparison.worst)
+    assert comparison.difference is not None
+    return replace(row, verdict="differs", words=comparison.difference.words, worst=comparison.worst)
+
+
+def _compare_ranks(
+    references: _References, expected: TrainedRun | Failed, runs: Sequence[TrainedRun | Failed]
+) -> Comparison | None:
+    """The first comparison with a rank that does not agree, or that with the last rank."""
+    if isinstance(expected, Failed):
+        return None
+    comparison: Comparison | None = None
+    for run in runs:
+        assert isinstance(run, TrainedRun)
+        comparison = compare_runs(expected, run, references.stability)
+        if not comparison.agrees:
+            break
+    return comparison
+
+
+def _row_of_references(prover: _Prover, references: _References, strategies: Sequence[TrainedRun]) -> Row:
+    row = Row(what="each rank in turn", with_what="whole batch", verdict="can't tell", seconds=references.seconds)
+    whole, in_turn = references.whole, references.in_turn
+    for run in (whole, in_turn):
+        if isinstance(run, Failed):
+            return replace(row, words=run.words)
+    assert isinstance(whole, TrainedRun) and isinstance(in_turn, TrainedRun)
+    comparison = compare_runs(whole, in_turn, references.stability)
+    if comparison.agrees:
+        for name, step in in_turn.buffers.items():
+            words = f"buffer {name} differs between ranks after step {step + 1}"
+            remedy = "Update it from all ranks: self.all_gather(value).mean(0) is the mean over them."
+            return replace(row, verdict="differs", words=words, cause="buffer", remedy=remedy, worst=comparison.worst)
+        return replace(row, verdict="same", worst=comparison.worst)
+    row = replace(row, worst=comparison.worst)
+    if strategies and all(compare_runs(whole, run, references.stability).agrees for run in strategies):
+        # the step communicates by itself, which one process can't play
+        return replace(row, what="real ranks", verdict="same")
+    if comparison.unclear:
+        return replace(row, words=comparison.unclear)
+    if references.random:
+        return replace(row, words=f"the step draws random numbers by {references.random}")
+    if in_turn.communicates:
+        return replace(row, words="the step asks the strategy to communicate, which the ranks in turn can't")
+    assert comparison.difference is not None
+    cause: Cause = find_cause(prover.fit.module, whole, in_turn, comparison.difference, prover.train_variants)
+    if cause.name == "batchnorm" and prover.fit.given.get("sync_batchnorm"):
+        return replace(row, words="sync_batchnorm=True makes batch norms one over all ranks, on GPUs alone")
+    words = f"{comparison.difference.words}: {cause.words}"
+    return replace(row, verdict="differs", words=words, cause=cause.name, remedy=cause.remedy)
+
