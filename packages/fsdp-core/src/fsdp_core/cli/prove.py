@@ -37,7 +37,7 @@ def _read_options(ctx: click.Context, parameter: click.Parameter, words: Sequenc
 
 
 @click.command("prove", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--only", metavar="STRATEGY", help='Try this strategy alone; "references" for none.')
+@click.option("--only", metavar="STRATEGY", help='This strategy alone; or "script" or "references".')
 @click.option("--option", "options", multiple=True, callback=_read_options, help="NAME=VALUE, in JSON, for --only.")
 @click.option("--accept", multiple=True, metavar="CAUSE", help="A difference of this cause is none, e.g. batchnorm.")
 @click.option("--timeout", default=120.0, show_default=True, help="Seconds that one run may take.")
@@ -62,8 +62,8 @@ def prove(
     """Show whether the training script SCRIPT trains on ranks as it does in one process.
 
     The script runs unchanged, with its ARGUMENTS, up to Trainer.fit(). Then its module is trained for three steps, in
-    fp64 on the CPU and without dropout: in one process on whole batches; in one process as each rank in turn; and on two
-    real ranks by each installed strategy, with options by pairs. All must be the same.
+    fp64 on the CPU and without dropout: in one process on whole batches; in one process as each rank in turn; and on
+    two real ranks by each installed strategy, with options by pairs. All must be the same.
 
     Exit status: 0 if they are, 3 if something differs, 4 if not all can be told, 1 for an error, 2 for wrong usage.
     """
@@ -91,7 +91,12 @@ def prove(
             proofs.append((fit, proof))
     if as_json:
         fits = [
-            {"where": fit.where, "module": type(fit.module).__name__, "rows": [asdict(row) for row in proof.rows]}
+            {
+                "where": fit.where,
+                "module": type(fit.module).__name__,
+                "dtype": proof.dtype,
+                "rows": [asdict(row) for row in proof.rows],
+            }
             for fit, proof in proofs
         ]
         print_json({"fits": fits, "not_run": proofs[0][1].not_run})
@@ -105,12 +110,14 @@ def prove(
 
 
 def _print_proof(fit: CaughtFit, proof: Proof, accepted: Sequence[str], command: str) -> None:
-    click.echo(f"{type(fit.module).__name__} at {fit.where}: three steps in fp64 on two ranks")
+    click.echo(f"{type(fit.module).__name__} at {fit.where}: three steps in {proof.dtype} on two ranks")
     rows = []
     for row in proof.rows:
         verdict = "accepted" if row.verdict == "differs" and row.cause in accepted else row.verdict
         is_compared = row.verdict in ("same", "differs")
-        rows.append((verdict, f"{row.worst:.0e}" if is_compared else "", f"{row.seconds:.1f} s", row.with_what, row.what))
+        rows.append(
+            (verdict, f"{row.worst:.0e}" if is_compared else "", f"{row.seconds:.1f} s", row.with_what, row.what)
+        )
     print_table(("verdict", "differs by", "took", "compared with", "run"), rows, right=(1, 2))
     for row in proof.rows:
         if row.verdict == "same":

@@ -13,7 +13,7 @@ from fsdp_core.proving.forks import Failed
 from fsdp_core.proving.runs import Difference, TrainedRun, compare_runs
 from fsdp_core.proving.training import BATCH_NORMS
 
-__all__ = ["CAUSES", "Cause", "CauseName", "Variant", "find_cause"]
+__all__ = ["CAUSES", "Cause", "CauseName", "Variant", "find_cause", "shares_of_ranks"]
 
 CauseName: TypeAlias = Literal["rank", "batchnorm", "buffer", "count", "sum", "rows", "unknown"]
 
@@ -97,7 +97,7 @@ def find_cause(
         return Cause(
             name="rank",
             words=f"{CAUSES['rank']}: without self.global_rank the two are the same",
-            remedy="Let all ranks compute the same; what only one is to do, such as writing, belongs outside of the loss.",
+            remedy="Let all ranks compute the same; what only one is to do, such as writing, is no part of the loss.",
         )
     if batch_norms and _agree(runs[3], runs[4]):
         others = f" and {len(batch_norms) - 1} more" if len(batch_norms) > 1 else ""
@@ -111,19 +111,19 @@ def find_cause(
     if buffers:
         return Cause(
             name="buffer",
-            words=f"{CAUSES['buffer']}: {', '.join(buffers[:3])} differ{'s' * (len(buffers) == 1)} between ranks before that step",
+            words=f"{CAUSES['buffer']}: {', '.join(buffers[:3])}, by which ranks differ before that step",
             remedy="Update it from all ranks: self.all_gather(value).mean(0) is the mean over them.",
         )
     if isinstance(detailed_whole, Failed) or isinstance(detailed_turn, Failed):
         return _unknown()
-    shares = _shares(detailed_whole, detailed_turn, difference.step)
+    shares = shares_of_ranks(detailed_whole, detailed_turn, difference.step)
     if shares is not None:
         return _cause_of_shares(shares)
     submodule = _first_that_differs(detailed_whole, detailed_turn)
     if submodule is not None:
         return Cause(
             name="rows",
-            words=f"{CAUSES['rows']}: first in {submodule}",
+            words=f"{CAUSES['rows']}: seen first in what {submodule} returns",
             remedy="Compute it for each row, or from the rows of all ranks: self.all_gather(x, sync_grads=True).",
         )
     return _unknown()
@@ -135,8 +135,14 @@ def _agree(first: TrainedRun | Failed, second: TrainedRun | Failed) -> bool:
     return compare_runs(first, second).agrees
 
 
-def _shares(whole: TrainedRun, in_turn: TrainedRun, step: int) -> list[float] | None:
-    """The shares of the ranks' gradients in the whole batch's; ``None`` if it is no weighted sum of them."""
+def shares_of_ranks(whole: TrainedRun, in_turn: TrainedRun, step: int) -> list[float] | None:
+    """The shares of the ranks' gradients in those of a run; ``None`` if they are no weighted sum of them.
+
+    Args:
+        whole: The run.
+        in_turn: The run of each rank in turn, with details.
+        step: The optimizer step, before which the two are the same.
+    """
     expected = whole.steps[step].gradients
     of_ranks = in_turn.rank_gradients[step]
 
@@ -184,6 +190,6 @@ def _unknown() -> Cause:
     return Cause(
         name="unknown",
         words=f"{CAUSES['unknown']}, and each submodule's output is the same",
-        remedy="Look for what training_step computes over rows: normalisations, comparisons between rows, the largest or "
-        "the median of them.",
+        remedy="Look for what training_step computes over rows: normalisations, comparisons between them, the largest "
+        "or the median.",
     )

@@ -12,13 +12,15 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import torch
+
 from fsdp_core.errors import ShardingError, first_line
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.proving.batches import batches_of_one_size, join_batches
-from fsdp_core.proving.causes import Cause, Variant, find_cause
+from fsdp_core.proving.causes import Cause, Variant, find_cause, shares_of_ranks
 from fsdp_core.proving.forks import Failed, call_in_forks
-from fsdp_core.proving.runs import STEPS, Comparison, TrainedRun, compare_runs
+from fsdp_core.proving.runs import STEPS, Comparison, Difference, TrainedRun, compare_runs
 from fsdp_core.proving.training import Reference, train_in_one_process, train_on_rank
 from fsdp_core.rehearsal.candidates import Candidate, candidates_for, option_that_keeps_gathered
 from fsdp_core.rehearsal.script import CaughtFit
@@ -53,7 +55,7 @@ class Row:
         worst: The largest difference of gradients, relative to the largest element of each.
         cause: The cause's name; empty if there is none.
         remedy: What to write instead.
-        strategy: The strategy's name; empty for the references.
+        strategy: The strategy's name, ``"script"`` for the object that the script builds; empty for the references.
         options: The options of this row's run.
         seconds: How long it took.
     """
@@ -84,10 +86,12 @@ class Proof:
 
     Attributes:
         rows: What was compared: the references first.
+        dtype: What was computed in, such as ``"fp64"``.
         not_run: The installed strategies that were not run, with why.
     """
 
     rows: Sequence[Row]
+    dtype: str
     not_run: Mapping[str, str]
 
     def differences(self, accepted: Sequence[str] = ()) -> list[Row]:
@@ -137,6 +141,7 @@ class _Prover:
         self.fit, self._seconds = fit, seconds
         self._batches = batches_of_one_size(fit.drawn, BATCHES)
         self._whole: list[Any] = []
+        self.dtype = torch.float64
         self.cannot_join = ""
         try:
             self._whole = [join_batches(self._batches[i : i + RANKS]) for i in range(0, STEPS * RANKS, RANKS)]
@@ -144,20 +149,31 @@ class _Prover:
             self.cannot_join = first_line(error)
 
     def run_references(self) -> _References:
+        """The references in fp64; in fp32 if an operator does not know fp64."""
+        references = self._run_references()
+        if isinstance(references.whole, Failed) and isinstance(references.in_turn, Failed):
+            self.dtype = torch.float32
+            in_single = self._run_references()
+            if isinstance(in_single.whole, TrainedRun) or isinstance(in_single.in_turn, TrainedRun):
+                return in_single
+            self.dtype = torch.float64
+        return references
+
+    def _run_references(self) -> _References:
         started = time.monotonic()
         is_manual = not self.fit.module.automatic_optimization
         not_played = Failed(words="manual optimization steps by itself, so ranks can't be played in turn")
         references: dict[str, Reference] = {}
         if not self.cannot_join:
-            references["whole"] = self._reference(in_turn=False)
+            references["whole"] = self.reference(in_turn=False)
         if not is_manual:
-            references["in_turn"] = self._reference(in_turn=True)
-            references["in_turn_accumulated"] = self._reference(in_turn=True, accumulate=ACCUMULATE)
-        runs = dict(zip(references, self._train(list(references.values())), strict=True))
+            references["in_turn"] = self.reference(in_turn=True)
+            references["in_turn_accumulated"] = self.reference(in_turn=True, accumulate=ACCUMULATE)
+        runs = dict(zip(references, self.train(list(references.values())), strict=True))
         whole = runs.get("whole", Failed(words=self.cannot_join))
         if isinstance(whole, TrainedRun) or not is_manual:
-            changed = self._reference(in_turn=isinstance(whole, Failed), is_perturbed=True)
-            runs["perturbed"] = self._train([changed])[0]
+            changed = self.reference(in_turn=isinstance(whole, Failed), is_perturbed=True)
+            runs["perturbed"] = self.train([changed])[0]
         return _References(
             whole=whole,
             in_turn=runs.get("in_turn", not_played),
@@ -167,13 +183,13 @@ class _Prover:
         )
 
     def train_variants(self, variants: Sequence[Variant]) -> list[TrainedRun | Failed]:
-        return self._train([self._reference(**vars(variant)) for variant in variants])
+        return self.train([self.reference(**vars(variant)) for variant in variants])
 
-    def _reference(self, *, in_turn: bool, accumulate: int = 1, **rest: Any) -> Reference:
+    def reference(self, *, in_turn: bool, accumulate: int = 1, **rest: Any) -> Reference:
         batches = self._batches[: STEPS * RANKS * accumulate] if in_turn else self._whole
-        return Reference(batches=batches, ranks=RANKS, in_turn=in_turn, accumulate=accumulate, **rest)
+        return Reference(batches=batches, ranks=RANKS, in_turn=in_turn, accumulate=accumulate, dtype=self.dtype, **rest)
 
-    def _train(self, references: Sequence[Reference]) -> list[TrainedRun | Failed]:
+    def train(self, references: Sequence[Reference]) -> list[TrainedRun | Failed]:
         calls: list[Callable[[], TrainedRun]] = [
             partial(train_in_one_process, self.fit, reference) for reference in references
         ]
@@ -190,6 +206,7 @@ class _Prover:
                     candidate,
                     batches[rank::RANKS],
                     accumulate=accumulate,
+                    dtype=self.dtype,
                     rank=rank,
                     store=str(Path(folder, "ranks")),
                     seconds=self._seconds,
@@ -212,7 +229,8 @@ def prove_fit(
     Args:
         fit: What the script trains, with :data:`BATCHES` batches.
         seconds: How long one run may take.
-        only: The strategy that is tried, or ``"references"``; ``None`` for all.
+        only: The strategy that is tried: its name, ``"script"`` for the object that the script builds, or
+            ``"references"`` for none. ``None`` for all.
         options: The options of that strategy; ``None`` for all sets that are worth a run.
         tell: Is told what is run next.
 
@@ -240,11 +258,11 @@ def prove_fit(
             tell(_written(with_options, accumulate))
             started = time.monotonic()
             runs = prover.run_strategy(with_options, accumulate)
-            row = _row_of_strategy(references, runs, accumulate)
+            row = _row_of_strategy(prover, references, runs, accumulate)
             row = replace(
                 row,
                 what=_written(with_options, accumulate),
-                strategy=candidate.strategy,
+                strategy=_name(candidate),
                 options=option_set,
                 seconds=time.monotonic() - started,
             )
@@ -254,16 +272,21 @@ def prove_fit(
             if accumulate == 1 and isinstance(runs[0], TrainedRun):
                 base_runs.append(runs[0])
     rows.insert(0, _row_of_references(prover, references, base_runs))
-    return Proof(rows=rows, not_run=not_run)
+    return Proof(rows=rows, dtype=f"fp{prover.dtype.itemsize * 8}", not_run=not_run)
 
 
 def _chosen(candidates: Sequence[Candidate], only: str, not_run: Mapping[str, str]) -> list[Candidate]:
-    chosen = [candidate for candidate in candidates if candidate.strategy == only]
+    chosen = [candidate for candidate in candidates if _name(candidate) == only]
     if not chosen and only != "references":
-        names = ", ".join(dict.fromkeys(candidate.strategy for candidate in candidates))
+        names = ", ".join(map(_name, candidates))
         why = f": {not_run[only]}" if only in not_run else ""
         raise ShardingError(f"--only {only} names nothing that can be run{why}.\nWrite one of: references, {names}.")
     return chosen
+
+
+def _name(candidate: Candidate) -> str:
+    """What ``--only`` calls it: ``"script"`` for the object that the script builds."""
+    return candidate.strategy if candidate.as_written is None else "script"
 
 
 def _option_sets(candidate: Candidate, fit: CaughtFit) -> Iterator[dict[str, Any]]:
@@ -287,7 +310,9 @@ def _written(candidate: Candidate, accumulate: int) -> str:
     return candidate.written + (f", {_ACCUMULATION}={accumulate}" if accumulate > 1 else "")
 
 
-def _row_of_strategy(references: _References, runs: Sequence[TrainedRun | Failed], accumulate: int) -> Row:
+def _row_of_strategy(
+    prover: _Prover, references: _References, runs: Sequence[TrainedRun | Failed], accumulate: int
+) -> Row:
     """How a strategy's run differs from the ranks in turn; or from the whole batch, if it is as that one."""
     row = Row(what="", with_what="ranks in turn", verdict="can't tell")
     failures = [run for run in runs if isinstance(run, Failed)]
@@ -295,16 +320,17 @@ def _row_of_strategy(references: _References, runs: Sequence[TrainedRun | Failed
         first = next((failure for failure in failures if failure.is_refusal), failures[0])
         return replace(row, verdict="refused" if first.is_refusal else "can't tell", words=first.words)
     expected = references.in_turn if accumulate == 1 else references.in_turn_accumulated
-    comparison = _compare_ranks(references, expected, runs)
-    if comparison is not None and comparison.agrees:
-        return replace(row, verdict="same", worst=comparison.worst)
+    compared = _compare_ranks(references, expected, runs)
+    if compared is not None and compared[1].agrees:
+        return replace(row, verdict="same", worst=compared[1].worst)
     if accumulate == 1:
         with_whole = _compare_ranks(references, references.whole, runs)
-        if with_whole is not None and with_whole.agrees:
-            return replace(row, with_what="whole batch", verdict="same", worst=with_whole.worst)
-    if comparison is None:
+        if with_whole is not None and with_whole[1].agrees:
+            return replace(row, with_what="whole batch", verdict="same", worst=with_whole[1].worst)
+    if compared is None:
         assert isinstance(expected, Failed)
         return replace(row, words=f"nothing to compare with: {expected.words}")
+    rank, comparison = compared
     unclear = comparison.unclear
     if not unclear and isinstance(expected, TrainedRun) and expected.communicates:
         unclear = "the step asks the strategy to communicate, which the ranks in turn can't"
@@ -312,23 +338,45 @@ def _row_of_strategy(references: _References, runs: Sequence[TrainedRun | Failed
         unclear = f"the step draws random numbers by {references.random}"
     if unclear:
         return replace(row, words=unclear, worst=comparison.worst)
-    assert comparison.difference is not None
-    return replace(row, verdict="differs", words=comparison.difference.words, worst=comparison.worst)
+    difference, run = comparison.difference, runs[rank]
+    assert difference is not None and isinstance(run, TrainedRun)
+    why = _where_gradients_are_lost(prover, run, difference, accumulate)
+    words = f"{difference.words}, on rank {rank}{': ' if why else ''}{why}"
+    return replace(row, verdict="differs", words=words, worst=comparison.worst)
 
 
 def _compare_ranks(
     references: _References, expected: TrainedRun | Failed, runs: Sequence[TrainedRun | Failed]
-) -> Comparison | None:
-    """The first comparison with a rank that does not agree, or that with the last rank."""
+) -> tuple[int, Comparison] | None:
+    """The rank that differs first, or rank 0, and its comparison; ``None`` if there is nothing to compare with."""
     if isinstance(expected, Failed):
         return None
-    comparison: Comparison | None = None
-    for run in runs:
-        assert isinstance(run, TrainedRun)
-        comparison = compare_runs(expected, run, references.stability)
-        if not comparison.agrees:
-            break
-    return comparison
+    comparisons = [compare_runs(expected, run, references.stability) for run in runs if not isinstance(run, Failed)]
+
+    def first(rank: int) -> tuple[bool, int, bool]:
+        difference = comparisons[rank].difference
+        if difference is None:
+            return comparisons[rank].agrees, 0, False
+        return False, difference.step, difference.of == "weight"
+
+    rank = min(range(len(comparisons)), key=first)
+    return rank, comparisons[rank]
+
+
+def _where_gradients_are_lost(prover: _Prover, run: TrainedRun, difference: Difference, accumulate: int) -> str:
+    """What a strategy has made of the ranks' gradients."""
+    if difference.of == "weight":
+        return "gradients are the same, so it is the optimizer, clipping, or what is kept between steps"
+    reference = prover.reference(in_turn=True, accumulate=accumulate, records_details=True)
+    (detailed,) = prover.train([reference])
+    if isinstance(detailed, Failed):
+        return ""
+    shares = shares_of_ranks(run, detailed, difference.step)
+    if shares is None:
+        return "it is no weighted sum of the ranks' gradients"
+    what = "ranks" if accumulate == 1 else "micro-batches of ranks"
+    written = ", ".join(f"{share:.3g}" for share in shares)
+    return f"{what} have shares of {written} in it, and should have {1 / len(shares):.3g} each"
 
 
 def _row_of_references(prover: _Prover, references: _References, strategies: Sequence[TrainedRun]) -> Row:
@@ -361,4 +409,3 @@ def _row_of_references(prover: _Prover, references: _References, strategies: Seq
         return replace(row, words="sync_batchnorm=True makes batch norms one over all ranks, on GPUs alone")
     words = f"{comparison.difference.words}: {cause.words}"
     return replace(row, verdict="differs", words=words, cause=cause.name, remedy=cause.remedy)
-

@@ -18,8 +18,8 @@ STEPS = 3
 #: to fp32 inside keeps 7.
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float64: 1e-9, torch.float32: 1e-4}
 
-#: The same, relative to the largest element of all gradients: some are zero by mathematics, such as that of a key's bias,
-#: and rounding alone is compared there.
+#: A gradient that is smaller than this share of the largest one is compared as if it was so large: some are zero by
+#: mathematics, such as that of a key's bias, and are nothing but rounding.
 FLOOR = 1e-3
 
 #: How much more two right runs may differ than the same run does whose weights are changed in the 13th digit.

@@ -1,4 +1,4 @@
-"""Trains a caught fit for three steps in fp64 by Lightning's Trainer: in one process, or as one of several real ranks."""
+"""Trains a caught fit for three steps by Lightning's Trainer: in one process, or as one of several real ranks."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.nn import functional as F
 
 from fsdp_core.proving.runs import STEPS, TrainedRun, TrainedStep
@@ -33,8 +34,8 @@ __all__ = ["BATCH_NORMS", "Reference", "train_in_one_process", "train_on_rank"]
 #: What normalises over the rows of a batch.
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
-#: By how much weights are changed to see how a run depends on rounding, relative to each.
-_PERTURBATION = 1e-13
+#: By how much weights are changed to see how a run depends on rounding, relative to each, by their dtype.
+_PERTURBATION = {torch.float64: 1e-13, torch.float32: 1e-6}
 
 #: Arguments of the Trainer that say how long and how often, of which a proof has its own.
 _NOT_TAKEN = frozenset(
@@ -54,6 +55,7 @@ class Reference:
         ranks: The number of ranks whose work it does.
         in_turn: Whether each batch is that of one rank, the ranks in turn; else each is a whole one.
         accumulate: Micro-batches of each rank in an optimizer step.
+        dtype: What the module and its batches are in.
         is_perturbed: Whether weights are changed in their 13th digit.
         freezes_batch_norms: Whether batch norms use the averages that they have stored.
         hides_ranks: Whether each rank that is played is told that it is rank 0.
@@ -64,6 +66,7 @@ class Reference:
     ranks: int
     in_turn: bool
     accumulate: int = 1
+    dtype: torch.dtype = torch.float64
     is_perturbed: bool = False
     freezes_batch_norms: bool = False
     hides_ranks: bool = False
@@ -145,8 +148,8 @@ def train_in_one_process(fit: CaughtFit, reference: Reference) -> TrainedRun:
     strategy = OneProcess(reference)
     recorder = Recorder(reference)
     micro_batches = reference.accumulate * (reference.ranks if reference.in_turn else 1)
-    loader = _Batches(reference.batches, strategy.play if reference.in_turn else None, reference.ranks)
-    _fit(fit, recorder, loader, strategy=strategy, devices=1, accumulate_grad_batches=micro_batches)
+    loader = _Batches(reference.batches, reference.dtype, strategy.play if reference.in_turn else None, reference.ranks)
+    _fit(fit, reference.dtype, recorder, loader, strategy=strategy, devices=1, accumulate_grad_batches=micro_batches)
     recorder.run.communicates = strategy.has_communicated
     return recorder.run
 
@@ -157,6 +160,7 @@ def train_on_rank(
     batches: Sequence[Any],
     *,
     accumulate: int,
+    dtype: torch.dtype,
     rank: int,
     store: str,
     seconds: float,
@@ -168,6 +172,7 @@ def train_on_rank(
         candidate: The strategy.
         batches: This rank's.
         accumulate: Micro-batches in an optimizer step.
+        dtype: What the module and its batches are in.
         rank: This rank.
         store: A path at which ranks find one another.
         seconds: How long a collective may wait.
@@ -175,7 +180,7 @@ def train_on_rank(
     ranks = candidate.ranks
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, ranks),
+        store=FileStore(store, ranks),
         rank=rank,
         world_size=ranks,
         timeout=timedelta(seconds=seconds),
@@ -183,8 +188,9 @@ def train_on_rank(
     recorder = Recorder(None, rank)
     _fit(
         fit,
+        dtype,
         recorder,
-        _Batches(batches),
+        _Batches(batches, dtype),
         strategy=candidate.build(),
         devices=ranks,
         plugins=[ImaginedEnvironment(rank, ranks)],
@@ -193,11 +199,11 @@ def train_on_rank(
     return recorder.run
 
 
-def _fit(fit: CaughtFit, recorder: Recorder, loader: _Batches, **arguments: Any) -> None:
+def _fit(fit: CaughtFit, dtype: torch.dtype, recorder: Recorder, loader: _Batches, **arguments: Any) -> None:
     given = {name: value for name, value in fit.trainer_arguments.items() if name not in _NOT_TAKEN}
     # not by precision="64-true", which strategies may not know
-    torch.set_default_dtype(torch.float64)
-    module = fit.module.double()
+    torch.set_default_dtype(dtype)
+    module = fit.module.to(dtype)
     with quietly(), _without_dropout():
         trainer = pl.Trainer(
             **given,
@@ -226,8 +232,10 @@ def _fit(fit: CaughtFit, recorder: Recorder, loader: _Batches, **arguments: Any)
 class _Batches:
     """Batches of a Trainer, with whatever is to be done before each."""
 
-    def __init__(self, batches: Sequence[Any], play: Callable[[int], None] | None = None, ranks: int = 1) -> None:
-        self._batches, self._play, self._ranks = batches, play, ranks
+    def __init__(
+        self, batches: Sequence[Any], dtype: torch.dtype, play: Callable[[int], None] | None = None, ranks: int = 1
+    ) -> None:
+        self._batches, self._dtype, self._play, self._ranks = batches, dtype, play, ranks
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -236,12 +244,11 @@ class _Batches:
         for number, batch in enumerate(self._batches):
             if self._play is not None:
                 self._play(number % self._ranks)
-            yield tree_map_only(Tensor, _in_double, batch)
+            yield tree_map_only(Tensor, self._cast, batch)
 
-
-def _in_double(tensor: Tensor) -> Tensor:
-    """A copy that a step may write to."""
-    return tensor.double() if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor.clone()
+    def _cast(self, tensor: Tensor) -> Tensor:
+        """A copy, which a step may write to."""
+        return tensor.to(self._dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
 
 
 @dataclass(eq=False)
@@ -267,7 +274,7 @@ class Recorder(pl.Callback):
             with torch.no_grad():
                 for parameter in module.parameters():
                     noise = torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator)
-                    parameter.mul_(1 + _PERTURBATION * noise)
+                    parameter.mul_(1 + _PERTURBATION.get(parameter.dtype, 0.0) * noise)
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         rank, micro_batch = self.rank, batch_idx
@@ -393,7 +400,7 @@ def _without_dropout() -> Iterator[None]:
 
     for name in names:
         setattr(F, name, wraps(originals[name])(_keep_input))
-    F.scaled_dot_product_attention = attend_to_all
+    setattr(F, "scaled_dot_product_attention", attend_to_all)  # noqa: B010
     try:
         yield
     finally:
@@ -409,7 +416,7 @@ class _Observer(TorchDispatchMode):
     """Notes where random numbers are drawn, and the least exact dtype of what is computed."""
 
     def __init__(self, run: TrainedRun) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._run = run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
