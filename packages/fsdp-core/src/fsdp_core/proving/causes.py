@@ -117,7 +117,7 @@ def find_cause(
     if isinstance(detailed_whole, Failed) or isinstance(detailed_turn, Failed):
         return _unknown()
     shares = shares_of_ranks(detailed_whole, detailed_turn, difference.step)
-    if shares is not None:
+    if shares is not None and min(shares) > _SHARE_DIFFERENCE:  # else some rank's rows do not count at all
         return _cause_of_shares(shares)
     submodule = _first_that_differs(detailed_whole, detailed_turn)
     if submodule is not None:

@@ -171,8 +171,12 @@ class _Prover:
             references["in_turn_accumulated"] = self.reference(in_turn=True, accumulate=ACCUMULATE)
         runs = dict(zip(references, self.train(list(references.values())), strict=True))
         whole = runs.get("whole", Failed(words=self.cannot_join))
+        is_alone = isinstance(whole, TrainedRun) and whole.communicates
+        if is_alone:  # with whom, if all rows are here?
+            (whole,) = self.train([self.reference(in_turn=False, is_alone=True)])
         if isinstance(whole, TrainedRun) or not is_manual:
-            changed = self.reference(in_turn=isinstance(whole, Failed), is_perturbed=True)
+            in_turn = isinstance(whole, Failed)
+            changed = self.reference(in_turn=in_turn, is_alone=is_alone and not in_turn, is_perturbed=True)
             runs["perturbed"] = self.train([changed])[0]
         return _References(
             whole=whole,
@@ -382,9 +386,12 @@ def _where_gradients_are_lost(prover: _Prover, run: TrainedRun, difference: Diff
 def _row_of_references(prover: _Prover, references: _References, strategies: Sequence[TrainedRun]) -> Row:
     row = Row(what="each rank in turn", with_what="whole batch", verdict="can't tell", seconds=references.seconds)
     whole, in_turn = references.whole, references.in_turn
+    ranks_agree = isinstance(whole, TrainedRun) and bool(strategies)
+    if isinstance(whole, TrainedRun):
+        ranks_agree &= all(compare_runs(whole, run, references.stability).agrees for run in strategies)
     for run in (whole, in_turn):
         if isinstance(run, Failed):
-            return replace(row, words=run.words)
+            return replace(row, what="real ranks", verdict="same") if ranks_agree else replace(row, words=run.words)
     assert isinstance(whole, TrainedRun) and isinstance(in_turn, TrainedRun)
     comparison = compare_runs(whole, in_turn, references.stability)
     if comparison.agrees:
@@ -394,8 +401,7 @@ def _row_of_references(prover: _Prover, references: _References, strategies: Seq
             return replace(row, verdict="differs", words=words, cause="buffer", remedy=remedy, worst=comparison.worst)
         return replace(row, verdict="same", worst=comparison.worst)
     row = replace(row, worst=comparison.worst)
-    if strategies and all(compare_runs(whole, run, references.stability).agrees for run in strategies):
-        # the step communicates by itself, which one process can't play
+    if ranks_agree:  # the step communicates by itself, which one process can't play
         return replace(row, what="real ranks", verdict="same")
     if comparison.unclear:
         return replace(row, words=comparison.unclear)

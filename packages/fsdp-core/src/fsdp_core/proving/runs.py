@@ -38,7 +38,7 @@ class TrainedStep:
     """An optimizer step.
 
     Attributes:
-        gradients: By parameter name, before they are clipped.
+        gradients: By parameter name, before they are clipped. Of real ranks with manual optimization there are none.
         weights: By parameter name, after the step.
     """
 
@@ -138,7 +138,8 @@ def compare_runs(expected: TrainedRun, actual: TrainedRun, perturbed: Sequence[T
             return Comparison(unclear=f"the gradient of {infinite[0]} is not finite in step {step + 1}")
         largest = max((_largest(value) for value in first.gradients.values()), default=0.0)
         differing: list[tuple[str, float]] = []
-        for name, difference, scale in _differences(first.gradients, second.gradients):
+        differences = _differences(first.gradients, second.gradients) if second.gradients else ()
+        for name, difference, scale in differences:
             sensitivity = sensitivities.get(name, 0.0)
             allowed = tolerance * max(scale, FLOOR * largest) + SENSITIVITY_FACTOR * sensitivity
             if scale > FLOOR * largest:

@@ -59,6 +59,7 @@ class Reference:
         is_perturbed: Whether weights are changed in their 13th digit.
         freezes_batch_norms: Whether batch norms use the averages that they have stored.
         hides_ranks: Whether each rank that is played is told that it is rank 0.
+        is_alone: Whether a whole batch's process is told that it is the only one; else that there are as many as ranks.
         records_details: Whether gradients of each rank and outputs of submodules are recorded.
     """
 
@@ -70,6 +71,7 @@ class Reference:
     is_perturbed: bool = False
     freezes_batch_norms: bool = False
     hides_ranks: bool = False
+    is_alone: bool = False
     records_details: bool = False
 
 
@@ -88,7 +90,7 @@ class OneProcess(SingleDeviceStrategy):
         self._reference = reference
         self._copies: list[pl.LightningModule] = []
         self._is_in_step = False
-        self.world_size = reference.ranks
+        self.world_size = 1 if reference.is_alone else reference.ranks
         self.has_communicated = False
 
     @property
@@ -305,7 +307,9 @@ class Recorder(pl.Callback):
         self._accumulated = gradients
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
-        self._gradients = _read_gradients(trainer)
+        # manual optimization is inside of a step, where strategies may show something else
+        if self.reference is not None or module.automatic_optimization:
+            self._gradients = _read_gradients(trainer)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
