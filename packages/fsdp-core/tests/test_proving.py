@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import pytest
 import torch
+from click.testing import CliRunner
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fsdp_core.cli.prove import prove
 from fsdp_core.errors import ShardingError
 from fsdp_core.proving.batches import batches_of_one_size, join_batches
 from fsdp_core.proving.forks import Failed, call_in_forks
@@ -410,4 +412,4 @@ def test_prove_names_what_differs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", [("--option", "a=1"), ("--only", "ddp", "--option", "a"), ("--accept", "luck")])
 def test_wrong_usage(words: tuple[str, ...]) -> None:
-    run_prove(*words, "train.py", status=2)
+    assert CliRunner().invoke(prove, [*words, "train.py"]).exit_code == 2

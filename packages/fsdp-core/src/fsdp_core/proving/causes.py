@@ -160,7 +160,7 @@ def shares_of_ranks(whole: TrainedRun, in_turn: TrainedRun, step: int) -> list[f
 
 
 def _cause_of_shares(shares: Sequence[float]) -> Cause:
-    written = ", ".join(f"{share:.3g}" for share in shares)
+    written = ", ".join(f"{round(share, 6):.3g}" for share in shares)
     if max(shares) - min(shares) > _SHARE_DIFFERENCE:
         return Cause(
             name="count",

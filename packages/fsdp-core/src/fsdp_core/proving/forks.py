@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -38,16 +38,11 @@ class Failed:
     is_refusal: bool = False
 
 
-@dataclass(frozen=True)
-class _Returned(Generic[T]):
-    value: T
-
-
 def call_in_forks(calls: Sequence[Callable[[], T]], seconds: float) -> list[T | Failed]:
     """Call functions at the same time, each in a process of its own, with one thread.
 
     Args:
-        calls: The functions. What they return is pickled.
+        calls: The functions. They return plain data and tensors.
         seconds: How long they may take before they are ended.
 
     Returns:
@@ -81,16 +76,16 @@ def _await_all(children: Sequence[Any], paths: Sequence[Path], seconds: float) -
 
 def _keep_result(call: Callable[[], Any], path: Path) -> None:
     torch.set_num_threads(1)
-    result: Any
+    result: dict[str, Any]
     try:
-        result, status = _Returned(call()), 0
+        result, status = {"value": call()}, 0
     except Exception as error:
         if os.environ.get("FSDP_PROVE_TRACEBACK"):
             import traceback
 
             traceback.print_exc()
         words = f"{type(error).__name__}: {first_line(error)}{users_place(error)}"
-        result, status = Failed(words=words, is_refusal=isinstance(error, FSDPError)), 1
+        result, status = {"words": words, "is_refusal": isinstance(error, FSDPError)}, 1
     unfinished = path.with_suffix(".part")
     torch.save(result, unfinished)
     unfinished.rename(path)
@@ -99,8 +94,8 @@ def _keep_result(call: Callable[[], Any], path: Path) -> None:
 
 def _result(child: Any, path: Path, seconds: float) -> Any:
     if path.exists():
-        result = torch.load(path, weights_only=False)  # from a folder of this process's own
-        return result.value if isinstance(result, _Returned) else result
+        result = torch.load(path, weights_only=True)
+        return result["value"] if "value" in result else Failed(**result)
     code = child.exitcode or 0
     if code == -signal.SIGKILL:
         return Failed(words=f"the process did not end within {seconds:g} s, or after another one had failed")

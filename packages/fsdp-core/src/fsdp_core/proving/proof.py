@@ -6,7 +6,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -194,16 +194,20 @@ class _Prover:
         return Reference(batches=batches, ranks=RANKS, in_turn=in_turn, accumulate=accumulate, dtype=self.dtype, **rest)
 
     def train(self, references: Sequence[Reference]) -> list[TrainedRun | Failed]:
-        calls: list[Callable[[], TrainedRun]] = [
-            partial(train_in_one_process, self.fit, reference) for reference in references
-        ]
-        return call_in_forks(calls, self._seconds)
+        return self._call([partial(train_in_one_process, self.fit, reference) for reference in references])
+
+    def _call(self, trainings: Sequence[Callable[[], TrainedRun]]) -> list[TrainedRun | Failed]:
+        def as_data(training: Callable[[], TrainedRun]) -> dict[str, Any]:
+            return asdict(training())
+
+        results = call_in_forks([partial(as_data, training) for training in trainings], self._seconds)
+        return [result if isinstance(result, Failed) else TrainedRun.from_data(result) for result in results]
 
     def run_strategy(self, candidate: Candidate, accumulate: int) -> list[TrainedRun | Failed]:
         """The run as each of the ranks has seen it."""
         batches = self._batches[: STEPS * RANKS * accumulate]
         with tempfile.TemporaryDirectory(prefix="fsdp-prove-") as folder:
-            calls: list[Callable[[], TrainedRun]] = [
+            trainings: list[Callable[[], TrainedRun]] = [
                 partial(
                     train_on_rank,
                     self.fit,
@@ -217,7 +221,7 @@ class _Prover:
                 )
                 for rank in range(RANKS)
             ]
-            return call_in_forks(calls, self._seconds)
+            return self._call(trainings)
 
 
 def prove_fit(
@@ -379,7 +383,7 @@ def _where_gradients_are_lost(prover: _Prover, run: TrainedRun, difference: Diff
     if shares is None:
         return "it is no weighted sum of the ranks' gradients"
     what = "ranks" if accumulate == 1 else "micro-batches of ranks"
-    written = ", ".join(f"{share:.3g}" for share in shares)
+    written = ", ".join(f"{round(share, 6):.3g}" for share in shares)
     return f"{what} have shares of {written} in it, and should have {1 / len(shares):.3g} each"
 
 

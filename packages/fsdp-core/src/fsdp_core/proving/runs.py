@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -67,6 +68,15 @@ class TrainedRun:
     buffers: dict[str, int] = field(default_factory=dict)
     rank_gradients: list[list[dict[str, Tensor]]] = field(default_factory=list)
     outputs: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Self:
+        """A run from what ``dataclasses.asdict`` has made of it.
+
+        Args:
+            data: The plain data.
+        """
+        return cls(**{**data, "steps": [TrainedStep(**step) for step in data["steps"]]})
 
 
 @dataclass(frozen=True, kw_only=True)
