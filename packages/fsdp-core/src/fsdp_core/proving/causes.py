@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -135,22 +135,27 @@ def _agree(first: TrainedRun | Failed, second: TrainedRun | Failed) -> bool:
     return compare_runs(first, second).agrees
 
 
-def shares_of_ranks(whole: TrainedRun, in_turn: TrainedRun, step: int) -> list[float] | None:
+def shares_of_ranks(
+    whole: TrainedRun, in_turn: TrainedRun, step: int, parameter: str | None = None
+) -> list[float] | None:
     """The shares of the ranks' gradients in those of a run; ``None`` if they are no weighted sum of them.
 
     Args:
         whole: The run.
         in_turn: The run of each rank in turn, with details.
         step: The optimizer step, before which the two are the same.
+        parameter: The parameter whose gradient is looked at; ``None`` for all together.
     """
     expected = whole.steps[step].gradients
     of_ranks = in_turn.rank_gradients[step]
+    shapes = {name: value for gradients in (*of_ranks, expected) for name, value in gradients.items()}
+    names = [parameter] if parameter in shapes else list(shapes)
 
-    def flat(gradients: dict[str, Tensor]) -> Tensor:
-        zeros = {name: torch.zeros_like(value) for name, value in expected.items()}
-        return torch.cat([gradients.get(name, zero).reshape(-1).double() for name, zero in zeros.items()])
+    def flat(gradients: Mapping[str, Tensor]) -> Tensor:
+        parts = [gradients.get(name, torch.zeros_like(shapes[name])) for name in names]
+        return torch.cat([part.reshape(-1).double() for part in parts])
 
-    total = flat(dict(expected))
+    total = flat(expected)
     columns = torch.stack([flat(gradients) for gradients in of_ranks], 1)
     solution = torch.linalg.lstsq(columns, total[:, None]).solution
     residual = float((columns @ solution - total[:, None]).norm())
@@ -160,7 +165,7 @@ def shares_of_ranks(whole: TrainedRun, in_turn: TrainedRun, step: int) -> list[f
 
 
 def _cause_of_shares(shares: Sequence[float]) -> Cause:
-    written = ", ".join(f"{round(share, 6):.3g}" for share in shares)
+    written = ", ".join(f"{round(share, 6) + 0.0:.3g}" for share in shares)
     if max(shares) - min(shares) > _SHARE_DIFFERENCE:
         return Cause(
             name="count",

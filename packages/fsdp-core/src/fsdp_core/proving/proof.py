@@ -111,6 +111,7 @@ class Proof:
 @dataclass(frozen=True, kw_only=True)
 class _References:
     whole: TrainedRun | Failed
+    whole_accumulated: TrainedRun | Failed
     in_turn: TrainedRun | Failed
     in_turn_accumulated: TrainedRun | Failed
     perturbed: TrainedRun | Failed
@@ -144,7 +145,7 @@ class _Prover:
         self.dtype = torch.float64
         self.cannot_join = ""
         try:
-            self._whole = [join_batches(self._batches[i : i + RANKS]) for i in range(0, STEPS * RANKS, RANKS)]
+            self._whole = [join_batches(self._batches[i : i + RANKS]) for i in range(0, BATCHES, RANKS)]
         except ShardingError as error:
             self.cannot_join = first_line(error)
 
@@ -166,6 +167,7 @@ class _Prover:
         references: dict[str, Reference] = {}
         if not self.cannot_join:
             references["whole"] = self.reference(in_turn=False)
+            references["whole_accumulated"] = self.reference(in_turn=False, accumulate=ACCUMULATE)
         if not is_manual:
             references["in_turn"] = self.reference(in_turn=True)
             references["in_turn_accumulated"] = self.reference(in_turn=True, accumulate=ACCUMULATE)
@@ -173,13 +175,15 @@ class _Prover:
         whole = runs.get("whole", Failed(words=self.cannot_join))
         is_alone = isinstance(whole, TrainedRun) and whole.communicates
         if is_alone:  # with whom, if all rows are here?
-            (whole,) = self.train([self.reference(in_turn=False, is_alone=True)])
+            alone = [self.reference(in_turn=False, accumulate=n, is_alone=True) for n in (1, ACCUMULATE)]
+            whole, runs["whole_accumulated"] = self.train(alone)
         if isinstance(whole, TrainedRun) or not is_manual:
             in_turn = isinstance(whole, Failed)
             changed = self.reference(in_turn=in_turn, is_alone=is_alone and not in_turn, is_perturbed=True)
             runs["perturbed"] = self.train([changed])[0]
         return _References(
             whole=whole,
+            whole_accumulated=runs.get("whole_accumulated", whole),
             in_turn=runs.get("in_turn", not_played),
             in_turn_accumulated=runs.get("in_turn_accumulated", not_played),
             perturbed=runs.get("perturbed", not_played),
@@ -190,7 +194,7 @@ class _Prover:
         return self.train([self.reference(**vars(variant)) for variant in variants])
 
     def reference(self, *, in_turn: bool, accumulate: int = 1, **rest: Any) -> Reference:
-        batches = self._batches[: STEPS * RANKS * accumulate] if in_turn else self._whole
+        batches = self._batches[: STEPS * RANKS * accumulate] if in_turn else self._whole[: STEPS * accumulate]
         return Reference(batches=batches, ranks=RANKS, in_turn=in_turn, accumulate=accumulate, dtype=self.dtype, **rest)
 
     def train(self, references: Sequence[Reference]) -> list[TrainedRun | Failed]:
@@ -331,10 +335,10 @@ def _row_of_strategy(
     compared = _compare_ranks(references, expected, runs)
     if compared is not None and compared[1].agrees:
         return replace(row, verdict="same", worst=compared[1].worst)
-    if accumulate == 1:
-        with_whole = _compare_ranks(references, references.whole, runs)
-        if with_whole is not None and with_whole[1].agrees:
-            return replace(row, with_what="whole batch", verdict="same", worst=with_whole[1].worst)
+    whole = references.whole if accumulate == 1 else references.whole_accumulated
+    with_whole = _compare_ranks(references, whole, runs)
+    if with_whole is not None and with_whole[1].agrees:
+        return replace(row, with_what="whole batch", verdict="same", worst=with_whole[1].worst)
     if compared is None:
         assert isinstance(expected, Failed)
         return replace(row, words=f"nothing to compare with: {expected.words}")
@@ -379,11 +383,13 @@ def _where_gradients_are_lost(prover: _Prover, run: TrainedRun, difference: Diff
     (detailed,) = prover.train([reference])
     if isinstance(detailed, Failed):
         return ""
-    shares = shares_of_ranks(run, detailed, difference.step)
+    weight = run.steps[difference.step].weights[difference.parameter]
+    enough = weight.numel() > 4 * len(detailed.rank_gradients[difference.step])
+    shares = shares_of_ranks(run, detailed, difference.step, difference.parameter if enough else None)
     if shares is None:
         return "it is no weighted sum of the ranks' gradients"
     what = "ranks" if accumulate == 1 else "micro-batches of ranks"
-    written = ", ".join(f"{round(share, 6):.3g}" for share in shares)
+    written = ", ".join(f"{round(share, 6) + 0.0:.3g}" for share in shares)
     return f"{what} have shares of {written} in it, and should have {1 / len(shares):.3g} each"
 
 
@@ -406,7 +412,7 @@ def _row_of_references(prover: _Prover, references: _References, strategies: Seq
         return replace(row, verdict="same", worst=comparison.worst)
     row = replace(row, worst=comparison.worst)
     if ranks_agree:  # the step communicates by itself, which one process can't play
-        return replace(row, what="real ranks", verdict="same")
+        return replace(row, what="real ranks", verdict="same", worst=0.0)
     if comparison.unclear:
         return replace(row, words=comparison.unclear)
     if references.random:
