@@ -8,16 +8,23 @@ A process has one accelerator, and the other tests of this folder have none.
 from __future__ import annotations
 
 import json
+import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import find_free_network_port as find_free_port
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
@@ -33,6 +40,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "too many devices": {"strategy": "fsdp2", "accelerator": "fake", "devices": 3},
     "a device twice": {"strategy": "fsdp2", "accelerator": "fake", "devices": [0, 0]},
     "Lightning's own strategy": {"accelerator": "fake", "devices": 1},
+    "an unknown kind": {"strategy": "fsdp2", "accelerator": "fakee"},
 }
 LACKING: tuple[Part, ...] = ("collectives", "random state", "streams")
 
@@ -48,6 +56,9 @@ class Module(L.LightningModule):
         self.mean(loss.detach())
         self.log("mean", self.mean)
         return loss
+
+    def test_step(self, batch: Tensor) -> None:
+        self.net(batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -98,6 +109,65 @@ def refusal(**options: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was refused"
+
+
+def hide_devices() -> str:
+    """What a rank of four says that sees two devices, as where SLURM hides from each rank those of the others."""
+    with mock.patch.dict(os.environ, {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "4", "SLURM_JOB_NAME": "train"}):
+        return refusal(strategy="fsdp2", accelerator="fake", devices=4)
+
+
+class Lines(logging.Handler):
+    """Keeps what Lightning logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def announce_devices() -> list[str]:
+    """The lines that name the device: of a Trainer in two stages, of one on the CPU, and of Fabric."""
+    handler = Lines()
+    loggers = [logging.getLogger(f"lightning.{each}.utilities.rank_zero") for each in ("pytorch", "fabric")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    run = trainer(2, strategy="fsdp2", devices=[1])
+    run.fit(Module(), DataLoader(torch.ones(4, 4), batch_size=2))
+    run.test(Module(), DataLoader(torch.ones(4, 4), batch_size=2), verbose=False)
+    fit(strategy="fsdp2", accelerator="cpu", devices=1)
+    L.Fabric(strategy="fsdp2", devices=1).launch()
+    for logger in loggers:
+        logger.removeHandler(handler)
+    return [line for line in handler.lines if line.startswith("fake")]
+
+
+def scale_gradients() -> dict[str, Any]:
+    """With ``precision="16-mixed"``: the scale of a step under each front end, and what was warned of.
+
+    Besides, what is said of a scaler that torch has disabled, because its device is not there.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = trainer(strategy="fsdp2", accelerator="fake", devices=1, precision="16-mixed")
+        run.fit(Module(), DataLoader(torch.ones(4, 4), batch_size=2))
+        fabric = L.Fabric(strategy="fsdp2", accelerator="fake", devices=1, precision="16-mixed")
+        fabric.launch()
+        module = nn.Linear(4, 4)
+        module, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        fabric.backward(module(torch.ones(2, 4, device=fabric.device)).square().mean())
+        optimizer.step()
+        said = [str(each.message) for each in caught]
+        for_another_device = MixedPrecision("16-mixed", "cuda")
+    scalers = [run.precision_plugin.scaler, fabric.strategy.precision.scaler]
+    words = ("GradScaler", "No backend of type")
+    return {
+        "disabled": refusal(strategy="fsdp2", accelerator="fake", devices=1, plugins=[for_another_device]),
+        "scales": [scaler.get_scale() for scaler in scalers],
+        "warnings": [message for message in said if any(word in message for word in words)],
+    }
 
 
 def find_devices() -> dict[str, Any]:
@@ -196,8 +266,51 @@ def move_checkpoints() -> dict[str, Any]:
     return moved
 
 
+def compute_in_two_worlds() -> list[bool]:
+    """Whether autograd's thread for a device finds the placements of a result anew: twice in each of two worlds."""
+
+    def count_found() -> int:
+        propagator: Any = DTensor._op_dispatcher.sharding_propagator
+        found_in_python: int = propagator.propagate_op_sharding.cache.cache_info().misses
+        statistics = getattr(torch._C, "_get_DTensor_sharding_propagator_cache_stats", None)
+        return found_in_python if statistics is None else found_in_python + int(statistics()[1])
+
+    def compute(gradient: Tensor) -> None:
+        before = count_found()
+        tensor.mul(3.0)
+        is_found_anew.append(count_found() > before)
+
+    is_found_anew: list[bool] = []
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for _ in range(2):
+        runtime = fsdp_core.ProcessGroupRuntime()
+        device = torch.device("fake", 0)
+        runtime.start(rank=0, local_rank=0, world_size=1, device=device, address="127.0.0.1", port=find_free_port())
+        dist.new_group([0])
+        tensor = distribute_tensor(torch.ones(4, device=device), init_device_mesh("fake", (1,)), [Shard(0)])
+        for _ in range(2):
+            doubled = torch.ones(1, device=device, requires_grad=True) * 2
+            doubled.register_hook(compute)
+            doubled.backward()
+        runtime.stop()
+    return is_found_anew
+
+
+def end_forked_ranks() -> bool:
+    """Gather weights on two ranks of a notebook, which end with that; whether the first has them."""
+
+    def gather(fabric: L.Fabric) -> Any:
+        return fsdp_core.full_state_dict(fabric.setup(nn.Linear(64, 64)))
+
+    with mock.patch.object(sys, "ps1", ">>> ", create=True):
+        weights = L.Fabric(strategy="fsdp2", accelerator="fake", devices=2).launch(gather)
+    return all(bool(value.isfinite().all()) for value in weights.values())
+
+
 def step_and_end() -> None:
     """Take steps on two ranks, whose scripts end with that; rank 0 prints whether it has its last loss, and weights."""
+    is_forked_right = "LOCAL_RANK" in os.environ or end_forked_ranks()
     fabric = L.Fabric(strategy="fsdp_native", accelerator="fake", devices=2)
     fabric.launch()
     model = nn.Linear(64, 64)
@@ -210,7 +323,8 @@ def step_and_end() -> None:
     weights = fsdp_core.full_state_dict(model)
     if fabric.is_global_zero:
         values = [loss, *weights.values()]
-        print("ANSWERS", json.dumps({"finite": [bool(value.isfinite().all()) for value in values]}))
+        finite = [is_forked_right, *(bool(value.isfinite().all()) for value in values)]
+        print("ANSWERS", json.dumps({"finite": finite}))
 
 
 if __name__ == "__main__":
@@ -220,10 +334,14 @@ if __name__ == "__main__":
         sys.exit()
     answers = {
         "lacking": without_parts(),  # first: a process group that is there is used
+        "announced": announce_devices(),
+        "scaled": scale_gradients(),
+        "hidden": hide_devices(),
         "found": find_devices(),
         "refused": {name: refusal(**options) for name, options in REFUSED.items()},
         "without pinned memory": without_pinned_memory(),
         "waits": count_waits(),
         "moved": move_checkpoints(),
+        "two worlds": compute_in_two_worlds(),
     }
     print("ANSWERS", json.dumps(answers))

@@ -1840,6 +1840,104 @@ class free_at(Lit):
             self.keep(loss)
 
 
+class dqn(Lit):
+    """The tutorial of torch: the target network gets the other's state_dict() in the step."""
+
+    def build(self):
+        self.net = mlp()
+        self.target = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, b, i):
+        if i % 2 == 0:
+            self.target.load_state_dict(self.net.state_dict())
+        with torch.no_grad():
+            value = 0.9 * self.target(b[0].roll(1, 0)).max(1).values + b[1]
+        return self.keep(F.smooth_l1_loss(self.net(b[0]).gather(1, b[1][:, None])[:, 0], value))
+
+    def configure_optimizers(self):
+        return sgd(self.net.parameters())
+
+
+class mezo(Lit):
+    """Two forward passes with moved weights, and no backward pass; weights are assigned at the end of the step."""
+
+    manual = True
+
+    def training_step(self, b, i):
+        parameters = [p for group in self.optimizers().param_groups for p in group["params"]]
+        directions = [torch.cos(37 * p.detach()) for p in parameters]
+        with torch.no_grad():
+            for scale in (0.01, -0.02):
+                for p, direction in zip(parameters, directions):
+                    p.data = p.data + scale * direction
+                self.keep(F.cross_entropy(self.net(b[0]), b[1]))
+            for p, direction in zip(parameters, directions):
+                p.data = p.data + 0.03 * direction
+
+
+class norm_at_start(Lit):
+    """A norm of all weights is read in a hook before the first step."""
+
+    def on_fit_start(self):
+        self.read_norm()
+
+    def read_norm(self):
+        self.keep(sum(float(p.detach().norm()) for p in self.parameters()))
+
+
+class norm_before_backward(norm_at_start):
+    def on_fit_start(self):
+        pass
+
+    def on_before_backward(self, loss):
+        self.read_norm()
+
+
+class norm_before_zero_grad(norm_at_start):
+    def on_fit_start(self):
+        pass
+
+    def on_before_zero_grad(self, optimizer):
+        self.read_norm()
+
+
+class decayed_gradients(Lit):
+    """Gradients of earlier steps are scaled where others forget them: between the training step and its backward pass."""
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad.mul_(0.5)
+
+
+class matrices_at_start(Lit):
+    """Matrices, and no vectors, get other values in hooks before the first step."""
+
+    def on_fit_start(self):
+        for p in self.parameters():
+            if p.ndim > 1:
+                nn.init.constant_(p, 0.05)
+
+    def on_train_start(self):
+        with torch.no_grad():
+            for p in self.parameters():
+                if p.dim() == 1:
+                    p.mul_(0.5)
+
+
+class untied(Lit):
+    """Weights that are tied are parted between two steps."""
+
+    def build(self):
+        self.net = mlp(8, 8)
+        self.net.out.weight = self.net.inp.weight
+
+    def on_train_batch_start(self, b, i):
+        super().on_train_batch_start(b, i)
+        if i == 1:
+            self.net.out.weight = nn.Parameter(self.net.inp.weight.detach().clone())
+
+
 ALL = {
     name: value
     for name, value in globals().items()

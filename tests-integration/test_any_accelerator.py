@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from fsdp_core.testing.refusals import assert_says
+
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
@@ -55,6 +57,7 @@ def test_it_is_found_by_its_name_and_by_auto(answers: dict[str, Any]) -> None:
         ("too many devices", ("torch sees 2 here", "Write devices=2 or fewer")),
         ("a device twice", ("[0, 0]", "each once")),
         ("Lightning's own strategy", ("Lightning's own strategies", "SingleDeviceStrategy(device='fake:0')")),
+        ("an unknown kind", ("accelerator='fakee': neither", "Did you mean 'fake'?", "group torch.backends")),
     ],
 )
 def test_what_is_refused(answers: dict[str, Any], question: str, words: tuple[str, ...]) -> None:
@@ -62,6 +65,26 @@ def test_what_is_refused(answers: dict[str, Any], question: str, words: tuple[st
     assert message.startswith("StrategyUnavailableError")
     for each in words:
         assert each in message
+
+
+def test_devices_that_a_launcher_hides_from_ranks(answers: dict[str, Any]) -> None:
+    assert_says(
+        answers["hidden"],
+        "devices=4 asks for a rank on each of fake [0, 1, 2, 3], and torch sees 2 here.",
+        "SLURM has started 4 ranks on this host",
+        "Let all of them see the same 4 devices: under SLURM by --gpus-per-node=4, and without --gpus-per-task.",
+    )
+
+
+def test_a_line_of_the_log_names_the_device(answers: dict[str, Any]) -> None:
+    used = "fake available: True, used: True (1 device: fake device)"
+    assert answers["announced"] == [used, "fake available: True, used: False", used]
+
+
+def test_gradients_are_scaled_on_the_device_without_a_warning(answers: dict[str, Any]) -> None:
+    refused = answers["scaled"].pop("disabled")
+    assert_says(refused, "scaler is disabled, and not for 'fake'", "torch.amp.GradScaler('fake')")
+    assert answers["scaled"] == {"scales": [2.0**16, 2.0**16], "warnings": []}
 
 
 @pytest.mark.parametrize(
@@ -97,9 +120,14 @@ def test_a_checkpoint_moves_between_devices(answers: dict[str, Any]) -> None:
     assert answers["moved"] == {"fake to cpu": [["cpu"], 8, True], "cpu to fake": [["fake"], 8, True]}
 
 
+def test_what_dtensors_cache_in_the_thread_of_a_device_is_forgotten_with_its_groups(answers: dict[str, Any]) -> None:
+    """Results in backward passes named process groups of a former run, which are gone or are others."""
+    assert answers["two worlds"] == [True, False, True, False]
+
+
 def test_a_rank_whose_script_ends_does_first_what_others_wait_for(tmp_path: Path) -> None:
     held_back = {"FSDP_FAKE_DEVICE_DELAY": "1000", "FSDP_FAKE_DEVICE_HELD": "all"}
-    assert run_script(tmp_path, "step_and_end", **held_back) == {"finite": [True, True, True]}
+    assert run_script(tmp_path, "step_and_end", **held_back) == {"finite": [True, True, True, True]}
 
 
 def test_the_doctor_tries_a_device() -> None:

@@ -33,6 +33,8 @@ Outcome = tuple[list[float], dict[str, Tensor]] | str
 _WHOLE = "auto_wrap_policy=None"
 _ASSIGNED = {"a gradient was assigned to a parameter": STRATEGIES}
 
+_PIECES = {"full_tensor()": ("fsdp2",), "this rank's piece": ("fsdp_native",)}
+
 #: By recipe, what the message of its refusal says, and under which strategies it is refused.
 REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "recipes awp_kaggle": {"mixed torch.Tensor and DTensor": ("fsdp2",), "self.clip_gradients": ("fsdp_native",)},
@@ -40,6 +42,7 @@ REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "recipes condensation": {_WHOLE: STRATEGIES},
     "recipes cosine_aux_params": {_WHOLE: STRATEGIES},
     "recipes darts": {_WHOLE: STRATEGIES},
+    "recipes dqn": {"DTensor": ("fsdp2",), "target_parameter.copy_(parameter)": ("fsdp_native",)},
     "recipes ewc": {_WHOLE: STRATEGIES},
     "recipes func_grad": {_WHOLE: STRATEGIES},
     "recipes func_laplacian": {_WHOLE: STRATEGIES},
@@ -48,13 +51,18 @@ REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "recipes imaml_sets_grad": _ASSIGNED,
     "recipes l1_reg": {"DTensor": ("fsdp2",), "weight_decay": ("fsdp_native",)},
     "recipes maml_auto": {_WHOLE: STRATEGIES},
+    "recipes mezo": {"parameter.data.copy_(values)": ("fsdp2",)},
     "recipes moco": {"parameter.data.copy_(values)": STRATEGIES},
+    "recipes norm_at_start": _PIECES,
+    "recipes norm_before_backward": _PIECES,
+    "recipes norm_before_zero_grad": _PIECES,
     "recipes pcgrad_backward": {"unevenly sharded": ("fsdp2",), "this rank's piece": ("fsdp_native",)},
     "recipes pcgrad_grad": {_WHOLE: STRATEGIES},
     "recipes pinn_lbfgs": {"strategy='fsdp2'": ("fsdp_native",)},
     "recipes pinn_lbfgs_auto": {"strategy='fsdp2'": ("fsdp_native",)},
     "recipes tent": {"under Fabric": ("fsdp_native",)},
     "recipes tent_manual": {"under Fabric": ("fsdp_native",)},
+    "recipes untied": {"tied to net.inp.weight": STRATEGIES},
     "recipes vqvae_parameters": {"parameter.data.copy_(values)": STRATEGIES},
     "recipes_of_transformers merged_adapters": {"fsdp_core.gathered(module)": ("fsdp_native",)},
     "recipe_loops pcgrad": {"this rank's piece": ("fsdp_native",)},

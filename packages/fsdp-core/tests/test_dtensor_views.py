@@ -167,6 +167,55 @@ def test_what_would_be_each_ranks_own_is_refused(ranks: RankPool) -> None:
         assert mean == torch.arange(21.0).square().mean()
 
 
+EXTREMES: dict[str, Callable[[Tensor], Any]] = {
+    "max": lambda tensor: tensor.max(),
+    "min of int": lambda tensor: tensor.long().min(),
+    "amax": lambda tensor: tensor.amax(0),
+    "argmax": lambda tensor: tensor.argmax(),
+    "argmin": lambda tensor: tensor.argmin(0),
+    "aminmax": lambda tensor: tensor.aminmax(dim=0)[1],
+    "infinity norm": lambda tensor: tensor.norm(float("inf")),
+    "infinity norms": lambda tensor: torch._foreach_norm([tensor, tensor], float("inf"))[1],
+    "largest of several": lambda tensor: torch._foreach_max([tensor, tensor])[0],
+    "distance": lambda tensor: torch.dist(tensor, tensor * 2, float("inf")),
+}
+
+
+def find_extremes() -> list[str]:
+    """What is not that of the whole tensor, of tensors of which some ranks have no element."""
+    write_through_copied_views()
+    line, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    cases: list[tuple[DeviceMesh, list[Any], tuple[int, ...]]] = [
+        (line, [Shard(0)], (5, 3)),
+        (line, [Shard(1)], (4, 3)),
+        (grid, [Shard(0), Shard(0)], (3, 3)),
+        (grid, [Replicate(), Shard(0)], (1, 3)),
+    ]
+    wrong = []
+    for mesh, placements, shape in cases:
+        full = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        tensor = distribute_tensor(full.clone(), mesh, placements)
+        wrong += [
+            f"{name} of {shape} on {placements}"
+            for name, find in EXTREMES.items()
+            if not torch.equal(find(tensor).full_tensor(), find(full))
+        ]
+        if placements == [Shard(1)]:  # in strides then; torch flattens none of the others
+            wrong += [] if torch.equal(tensor.flatten().max().full_tensor(), full.max()) else ["flattened"]
+        leaf, plain = tensor.detach().requires_grad_(), full.clone().requires_grad_()
+        leaf.max().full_tensor().backward()  # type: ignore[attr-defined]
+        plain.max().backward()
+        assert leaf.grad is not None
+        assert torch.equal(leaf.grad.full_tensor(), plain.grad)  # type: ignore[attr-defined,arg-type]
+    return wrong
+
+
+@pytest.mark.skipif(IS_OLD, reason="DTensor lacks some of these operations")
+def test_extremes_of_a_tensor_of_which_some_ranks_have_nothing(ranks: RankPool) -> None:
+    """Ranks without elements raised, and the others waited for them."""
+    assert ranks.run(4, find_extremes) == [[]] * 4
+
+
 DRAWS: dict[str, Callable[[DTensor], Any]] = {
     "normal_": lambda tensor: tensor.normal_(),
     "uniform_": lambda tensor: tensor.uniform_(-1.0, 1.0),

@@ -15,8 +15,9 @@ from checkpoint_ranks import ThreadRuntime, on_threads
 from fsdp_core.checkpoint.shared_folder import check_shared
 from fsdp_core.errors import CheckpointError, ShardingError
 from fsdp_core.lightning.checkpoints.shared_disk import check_all_resume
-from fsdp_core.lightning.launchers.launch_checks import check_launched
+from fsdp_core.lightning.launchers.launch_checks import check_launched, facts_of_visibility
 from fsdp_core.sharding.agreement import same_packages
+from fsdp_core.sharding.agreement.same_model import check_same
 from fsdp_core.sharding.agreement.same_packages import check_same_packages, versions_of
 from fsdp_core.testing.loopback.backend import LoopbackBackend
 from fsdp_core.testing.refusals import refusal
@@ -84,6 +85,22 @@ def test_a_checkpoint_that_only_one_host_finds() -> None:
 
     (told,) = set(on_threads(3, work))
     assert re.match(r"rank 0 on \S+ has found /data/last.ckpt to go on from, and rank 1 on \S+ finds no", told)
+
+
+def test_ranks_of_a_host_compare_which_devices_they_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
+    assert facts_of_visibility("cpu") == {}
+    assert facts_of_visibility("npu") == {"environment variable ASCEND_RT_VISIBLE_DEVICES": "not set"}
+
+    facts = []
+    for visible in ("0,1", "1,0"):
+        monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", visible)
+        facts.append(facts_of_visibility("npu"))
+    messages = on_threads(
+        2, lambda runtime: refusal(ShardingError, lambda: check_same(runtime, "Net", facts[runtime.rank]))
+    )
+    for message in messages:
+        assert "its environment variable ASCEND_RT_VISIBLE_DEVICES is 1,0, and rank 0's is 0,1." in message
 
 
 def torchrun(ranks: int, on_each: int, hosts: int | None = None) -> tuple[Any, dict[str, Any]]:

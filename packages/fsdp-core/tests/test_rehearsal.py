@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
@@ -12,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fsdp_core.cli import fsdp
 from fsdp_core.cli.plan import parse_size
 from fsdp_core.errors import ShardingError
 from fsdp_core.rehearsal.collectives import Collective, total_sent
@@ -189,9 +189,8 @@ def test_scripts_without_a_fit_to_rehearse(tmp_path: Path, source: str, words: l
 
 
 def run_plan(*words: str, status: int = 0) -> str:
-    command = [sys.executable, "-m", "fsdp_core", "plan", *words]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert run.returncode == status, run.stderr
+    run = CliRunner().invoke(fsdp, ["plan", *words])
+    assert run.exit_code == status, run.stderr
     return run.stdout
 
 

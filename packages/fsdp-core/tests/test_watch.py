@@ -40,9 +40,13 @@ from fsdp_core.watch.watcher import Watcher, start_time_of
 
 MEMBERS = [Member(rank=rank, host="a" if rank < 2 else "b", pid=100 + rank) for rank in range(4)]
 REDUCES = Location(
-    innermost="c10d.py:9 in all_reduce", users="train.py:3 in fit", waits=True, collective="gloo:all_reduce", sequence=7
+    innermost="c10d.py:9 in all_reduce",
+    user_line="train.py:3 in fit",
+    waits=True,
+    collective="gloo:all_reduce",
+    sequence=7,
 )
-LOADS = Location(innermost="queue.py:5 in get", users="train.py:8 in rows", waits=False, sequence=7)
+LOADS = Location(innermost="queue.py:5 in get", user_line="train.py:8 in rows", waits=False, sequence=7)
 
 
 def test_an_error_that_says_what_to_do_is_not_answered_by_a_new_start() -> None:
@@ -79,8 +83,8 @@ def reports(*locations: Location | None) -> dict[int, Report]:
 
 
 BEHIND = replace(REDUCES, sequence=6)
-ELSEWHERE = replace(REDUCES, users="train.py:4 in log", collective="gloo:barrier")
-BEFORE = replace(REDUCES, users="train.py:2 in fit")
+ELSEWHERE = replace(REDUCES, user_line="train.py:4 in log", collective="gloo:barrier")
+BEFORE = replace(REDUCES, user_line="train.py:2 in fit")
 
 #: Where ranks stand, and what is said of it.
 STANDING: dict[str, tuple[tuple[Location | None, ...], str]] = {
@@ -399,8 +403,8 @@ def test_where_a_thread_stands_and_for_how_long() -> None:
     standing = StandStill(thread.ident)
     assert standing.seconds() < 1e-3 <= max(standing.seconds() for _ in range(20_000))
     where = location_of(thread.ident)
-    assert f"{__file__}:" in where.users
-    assert "in work" in where.users
+    assert f"{__file__}:" in where.user_line
+    assert "in work" in where.user_line
     assert not where.waits
     assert any(line == "Thread worker, innermost call last:" for line in stacks().splitlines())
     assert "Thread worker, innermost call last:" not in stacks([thread.ident]).splitlines()

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
 from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from fsdp2_runs import set_up
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.modules.sharded_modules import Unfreezing
-from fsdp_core.testing.training import means, new_trainer, strategy_argument
+from fsdp_core.testing.training import means, new_fabric, new_trainer, scaled_precision, whole_batches
 from mesh_runs import MESHES, OwnLoader, assert_combination, own_part
 
 pytestmark = pytest.mark.everything
@@ -147,21 +146,18 @@ def test_weights_are_averaged_on_a_mesh(ranks: RankPool, tmp_path: Path, mesh: s
 
 
 def scaled_on(mesh: str) -> tuple[list[float], dict[str, Tensor]]:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-    strategy = strategy_argument("fsdp2", "fabric", MESHES[mesh].options_for(""))
-    plugin = MixedPrecision("16-mixed", "cpu", scaler)
-    fabric = Fabric(accelerator="cpu", devices=MESHES[mesh].ranks, strategy=strategy, plugins=plugin)
-    fabric.launch()
+    plugin = scaled_precision(MixedPrecision, 2.0**8)
+    fabric = new_fabric("fsdp2", MESHES[mesh].ranks, MESHES[mesh].options_for(""), plugin)
     net = oracle.new_net(width=8)
     model, optimizer = fabric.setup(net, oracle.sgd(net))
     scales = []
-    for index, batch in enumerate(oracle.global_batches(3)):
+    for index, batch in enumerate(whole_batches(fabric, 3)):
         x, y = own_part(fabric, batch)
         loss = mse_loss(model(x), y)
         fabric.backward(loss * (torch.inf if index == 1 and fabric.global_rank == fabric.world_size - 1 else 1.0))
         optimizer.step()
         optimizer.zero_grad()
-        scales.append(scaler.get_scale())
+        scales.append(plugin.scaler.get_scale())
     return scales, full_state(fabric.strategy)
 
 
@@ -177,7 +173,7 @@ def given_up_on(mesh: str) -> dict[str, Tensor]:
     fabric, _, model, optimizer = set_up(
         MESHES[mesh].options_for(""), net=oracle.new_net(width=8), world_size=MESHES[mesh].ranks, precision="16-mixed"
     )
-    for x, y in oracle.global_batches(2):
+    for x, y in whole_batches(fabric, 2):
         fabric.backward(mse_loss(model(x), y))
         fabric.clip_gradients(model, optimizer, max_norm=0.1)
         optimizer.zero_grad()  # a step that is not taken

@@ -31,7 +31,7 @@ def interrupted() -> tuple[str, str, bool]:
     model(oracle.global_batches(1)[0][0])
     before = full_state(strategy)
     sharded.reset()
-    recovered = refusal(ShardingError, sharded.check_not_interrupted)
+    recovered = refusal(ShardingError, sharded.check_recoverable)
     with mock.patch.object(FSDPModule, "reset_iter_state", None, create=True):
         sharded.reset()
     after = full_state(strategy)

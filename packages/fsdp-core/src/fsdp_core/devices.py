@@ -30,6 +30,7 @@ __all__ = [
     "covers",
     "current_device",
     "device_facts",
+    "device_model",
     "group_facts",
     "group_for",
     "has_addresses",
@@ -311,18 +312,28 @@ def device_facts() -> list[dict[str, Any]]:
     kind = accelerator_kind()
     if kind is None or not torch.accelerator.is_available():
         return []
-    module = torch.get_device_module(kind)
     facts = []
     for index in range(torch.accelerator.device_count()):
-        ask = getattr(module, "get_device_properties", None)
-        properties = None if ask is None else ask(index)
+        properties = _device_properties(kind, index)
         major, minor = (getattr(properties, part, None) for part in ("major", "minor"))
         facts.append(
             {
                 "name": f"{kind}:{index}",
-                "model": getattr(properties, "name", None) or getattr(module, "get_device_name", lambda _: None)(index),
+                "model": device_model(kind, index),
                 "memory": getattr(properties, "total_memory", None),
                 "capability": None if major is None else f"{major}.{minor}",
             }
         )
     return facts
+
+
+def device_model(kind: str, index: int) -> str | None:
+    """What an accelerator's device says that it is, such as ``"Ascend910B3"``; ``None`` if it does not tell."""
+    ask: Any = getattr(torch.get_device_module(kind), "get_device_name", lambda _: None)
+    name: str | None = getattr(_device_properties(kind, index), "name", None) or ask(index)
+    return name
+
+
+def _device_properties(kind: str, index: int) -> Any:
+    ask: Any = getattr(torch.get_device_module(kind), "get_device_properties", lambda _: None)
+    return ask(index)

@@ -21,7 +21,7 @@ from fsdp_core import devices
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.mesh import DATA_AXES, Mesh, MeshAxis
 from fsdp_core.torch_private.dtensors import forget_meshes, note_meshes
-from fsdp_core.torch_private.process_groups import default_store
+from fsdp_core.torch_private.process_groups import default_store, set_default_backend
 
 __all__ = ["ProcessGroupRuntime", "ReduceOp", "Runtime"]
 
@@ -427,7 +427,9 @@ class ProcessGroupRuntime(Runtime):
                 world_size=world_size,
                 timeout=timeout,
             )
-        forget_meshes()
+        if devices.is_accelerator(device):
+            set_default_backend(device.type)
+        forget_meshes(device)
         self._along.clear()  # groups of a former world
         self._owns_group = True
         # gloo's threads abort the interpreter (exit status 134) if the group still exists when it ends

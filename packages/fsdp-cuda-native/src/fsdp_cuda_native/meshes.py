@@ -36,7 +36,7 @@ def mesh_arguments(options: NativeOptions, runtime: Runtime, *, has_policy: bool
     if is_hybrid and mesh is None:
         if not has_policy:
             raise UnsupportedCapabilityError(
-                f"sharding_strategy={strategy.name.strip('_')!r} needs to know which ranks to shard over.\n"
+                f"sharding_strategy={strategy.name.removeprefix('_')!r} needs to know which ranks to shard over.\n"
                 f"Write device_mesh=(replicas, ranks of each), such as (2, {max(1, runtime.world_size // 2)}), "
                 "or a process_group pair; or auto_wrap_policy={MyBlock}, to shard over the ranks of each host."
             )
@@ -81,11 +81,11 @@ def _check_groups(process_group: Any, strategy: ShardingStrategy, runtime: Runti
             "Write process_group=(ranks to shard over, ranks to replicate over), or "
             "device_mesh=(replicas, ranks of each)."
         )
-    shards, replicas = (dist.get_world_size(group) for group in pair)
-    if shards * replicas != runtime.world_size or (shards == 1 and runtime.world_size > 1):
+    shard_ranks, replicas = (dist.get_world_size(group) for group in pair)
+    if shard_ranks * replicas != runtime.world_size or (shard_ranks == 1 and runtime.world_size > 1):
         raise UnsupportedCapabilityError(
-            f"process_group=(a group of {shards}, a group of {replicas}) does not divide {runtime.world_size} ranks "
-            f"into replicas that {strategy.name} shards.\n"
+            f"process_group=(a group of {shard_ranks}, a group of {replicas}) does not divide "
+            f"{runtime.world_size} ranks into replicas that {strategy.name} shards.\n"
             "Write process_group=(ranks to shard over, ranks to replicate over), the two sizes multiplying to the "
             "number of ranks and the first more than 1; or device_mesh=(replicas, ranks of each)."
         )

@@ -247,7 +247,7 @@ class NativeSharded(Sharded):
         if not self.backend.options.use_orig_params:  # users write to the root's flat parameter while it is gathered
             for writes in self._writes:
                 if writes.is_of(self.root):
-                    writes.keep(is_counted=True)
+                    writes.keep(trusts_count=True)
         self.resume_forward()
 
     def _count_writes(self) -> int:
@@ -292,7 +292,7 @@ class NativeSharded(Sharded):
                 if self.root in running_forwards:
                     writes.note_writes_to_flat()
             # a manual step is over shards, after which the root is gathered, and followed, anew
-            writes.keep(is_counted=is_of_root or self._pending is None)
+            writes.keep(trusts_count=is_of_root or self._pending is None)
 
     def follow_requires_grad(self) -> None:
         if frozen.follow_requires_grad(self.root):

@@ -64,6 +64,7 @@ from fsdp_fsdp2.tensor_parallel.styles import (
     tensor_parallelize,
     tie_again,
 )
+from fsdp_fsdp2.torch_private.chunks import chunks_when_used
 from fsdp_fsdp2.torch_private.parameter_groups import (
     is_unshardable,
     offloaded_parameters,
@@ -313,7 +314,7 @@ class FSDP2Backend(Backend):
     def shard(self, module: nn.Module, plan: ShardingPlan | None = None) -> Sharded:
         already_sharded = sharded_of(module)
         if isinstance(already_sharded, FSDP2Sharded):
-            already_sharded.check_not_interrupted()
+            already_sharded.check_recoverable()
         return super().shard(module, plan)
 
     def shard_module(self, module: nn.Module, plan: ShardingPlan) -> FSDP2Sharded:
@@ -383,14 +384,15 @@ class FSDP2Backend(Backend):
         sharded = unit.parameters() - unsharded
         if any(parameter.is_complex() for parameter in sharded):  # torch would fail to reduce them in a real dtype
             policy = replace(policy, param_dtype=None, reduce_dtype=None)
-        fully_shard(
-            unit.module,
-            mesh=self._fsdp_mesh,
-            reshard_after_forward=reshard,
-            mp_policy=policy,
-            offload_policy=self._offload_policy(),
-            ignored_params=unsharded or None,
-        )
+        with chunks_when_used():
+            fully_shard(
+                unit.module,
+                mesh=self._fsdp_mesh,
+                reshard_after_forward=reshard,
+                mp_policy=policy,
+                offload_policy=self._offload_policy(),
+                ignored_params=unsharded or None,
+            )
 
     def _wrap_forward(self, module: nn.Module, plan: ShardingPlan, units: Sequence[nn.Module]) -> None:
         """Set up what begins when a unit is called: activation checkpointing, compilation, offload."""

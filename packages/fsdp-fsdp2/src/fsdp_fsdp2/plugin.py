@@ -39,7 +39,7 @@ def fsdp_strategies() -> list[StrategyInfo]:
 
 def why_not_here() -> str | None:
     """The reason why fsdp2 can't run on this machine, or ``None``. It needs gloo for process groups on the CPU."""
-    platform: str = sys.platform
+    platform: str = sys.platform  # mypy would take the platform that it runs on for the only one
     if platform in ("linux", "darwin", "win32"):
         return None
     return f"torch has no gloo on the platform {platform!r}, and fsdp2 needs it; use Linux, macOS or Windows"

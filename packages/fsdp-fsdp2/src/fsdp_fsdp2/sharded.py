@@ -62,7 +62,7 @@ class FSDP2Sharded(Sharded):
     Args:
         module: The module.
         units: Its units in the order in which they were sharded, without the module itself.
-        unsharded: Its replicated parameters.
+        replicated: Its replicated parameters.
         casts: Whether units compute in a dtype other than that of their shards.
         runtime: The ranks.
 
@@ -75,7 +75,7 @@ class FSDP2Sharded(Sharded):
         unused: Reduces gradients of parameters that this rank's backward pass does not reach.
         assigned: Detects assignments to the ``.data`` of sharded parameters.
         context: Makes attention see the whole sequence; ``None`` without context parallelism.
-        interrupted: Whether an exception has ended a step under a torch that can't recover a module from it.
+        is_unrecoverable: Whether an exception has ended a step under a torch that can't recover a module from it.
     """
 
     backend: FSDP2Backend
@@ -86,7 +86,7 @@ class FSDP2Sharded(Sharded):
         self,
         module: nn.Module,
         units: Sequence[nn.Module],
-        unsharded: Sequence[nn.Parameter],
+        replicated: Sequence[nn.Parameter],
         *,
         casts: bool,
         runtime: Runtime,
@@ -94,7 +94,9 @@ class FSDP2Sharded(Sharded):
         super().__init__(module)
         self._fsdp = _as_fsdp_module(module)
         peers = runtime.along(*GRADIENT_AXES)
-        self.replicated = ReplicatedParameters(unsharded, module, peers, self.asks_accumulates) if unsharded else None
+        self.replicated: ReplicatedParameters | None = None
+        if replicated:
+            self.replicated = ReplicatedParameters(replicated, module, peers, self.asks_accumulates)
         self.units = [_as_fsdp_module(unit) for unit in (*units, module)]
         for unit in self.units:
             _name_as_user_class(type(unit))
@@ -103,11 +105,11 @@ class FSDP2Sharded(Sharded):
         self.step = StepGradients(module)
         self.unused = UnusedParameters(self.units, runtime, self.step, WeakMethod(self.inner_pass_ended))
         self.assigned = AssignedData(self.units)
-        follow_data_of_shards()
+        follow_data_of_shards()  # of all in this process
         self.shards = dict(module.named_parameters())
         names = {parameter: clean_name(name) for name, parameter in self.shards.items()}
         self._writes = [GatheredWrites(unit, self._fsdp, names, self.written_values) for unit in self.units]
-        self.interrupted = False
+        self.is_unrecoverable = False
         self.context: ContextParallel | None = None
         allow_conversions(module, self.units)
         for unit, writes in zip(self.units, self._writes, strict=True):
@@ -117,13 +119,13 @@ class FSDP2Sharded(Sharded):
         if casts:
             module.register_forward_pre_hook(_init_dtypes_of_unfrozen, prepend=True)
 
-    def check_not_interrupted(self) -> None:
+    def check_recoverable(self) -> None:
         """Refuse to continue after an exception in a step from which torch can't recover the module.
 
         Raises:
             ShardingError: There was such an exception.
         """
-        if self.interrupted:
+        if self.is_unrecoverable:
             user_class = next(cls for cls in type(self.root).__mro__ if not issubclass(cls, FSDPModule))
             raise ShardingError(
                 f"an exception has interrupted a step of {user_class.__name__}, and torch {torch.__version__} "
@@ -158,11 +160,14 @@ class FSDP2Sharded(Sharded):
         check_unplanned(parameters, self.layout(), self.runtime)
 
     def reshard(self) -> None:
-        self.unused.recorded.release()
+        self.unused.recorded_graphs.release()
         self.gathering.reshard()
 
+    def end_forward(self) -> None:
+        self.unused.show_gradients()
+
     def suspend_forward(self, loss: Tensor | None = None) -> None:
-        if loss is not None:  # without one, a step of an optimizer follows, whose hooks may still read gradients
+        if loss is not None:  # otherwise an optimizer steps, whose hooks may still read the gradients that are shown
             self.step.on = False
             self.unused.begin()
 
@@ -174,7 +179,8 @@ class FSDP2Sharded(Sharded):
         self.unused.show_gradients()
 
     def follow_written_shards(self) -> None:
-        if free_written(self._fsdp, self.unused.recorded):
+        has_freed = free_written(self._fsdp, self.unused.recorded_graphs)
+        if has_freed:
             resume_forward(self._fsdp)
             self.unused.show_gradients()
 
@@ -192,11 +198,11 @@ class FSDP2Sharded(Sharded):
 
     @property
     def keeps_graph(self) -> bool:  # type: ignore[override]
-        return bool(self.unused.recorded)
+        return bool(self.unused.recorded_graphs)
 
     @property
     def has_freed_parameters_of_graph(self) -> bool:  # type: ignore[override]
-        return self.unused.recorded.has_freed
+        return self.unused.recorded_graphs.has_freed
 
     def leaves(self) -> Iterable[Tensor]:
         return [*self.root.parameters(), *self.shards.values(), *gathered_parameters(self.units)]
@@ -216,7 +222,7 @@ class FSDP2Sharded(Sharded):
         for name, parameter in self.root.named_parameters():
             parameter.requires_grad_(self.shards[name].requires_grad)
         for unit in self.units:
-            init_dtypes_if_unfrozen(unit)  # a frozen root that was gathered again has no dtypes
+            init_dtypes_if_unfrozen(unit)  # a root that was frozen when it was gathered again has got none
 
     def reset(self) -> None:
         self.unused.forget()
@@ -228,7 +234,7 @@ class FSDP2Sharded(Sharded):
         if reset_iter_state is not None:
             reset_iter_state()
         else:
-            self.interrupted = True
+            self.is_unrecoverable = True
 
     def abandon_forward(self) -> None:
         abandon_forward(self._fsdp, self.units)
@@ -241,10 +247,10 @@ class FSDP2Sharded(Sharded):
         if self.is_interrupted:
             refuse_half_gradients(self.root, self.shards.values(), incomplete=bool(self.unused.partly))
             self.reset()
-            self.check_not_interrupted()
+            self.check_recoverable()
 
     def accumulated_gradients(self) -> HeldGradients:
-        self.reshard()  # gathered parameters show the gradients that are collected below
+        self.reshard()  # or the gradients of gathered parameters would be collected, instead of the shards'
         with self.unused.all_reduced(self._fsdp):
             gradients = super().accumulated_gradients()
         layout = self.layout()
@@ -256,7 +262,8 @@ class FSDP2Sharded(Sharded):
         self.reshard()
         state = super().model_state()
         for name, value in state.items():
-            if type(value) is Tensor and value.numel() and not value.is_meta and not value.untyped_storage().nbytes():
+            has_elements = type(value) is Tensor and value.numel() > 0 and not value.is_meta
+            if has_elements and not value.untyped_storage().nbytes():
                 raise ShardingError(
                     f"{name!r} is a parameter that was gathered when it got this name, after the model was sharded, as "
                     "torch.nn.utils.prune and parametrizations do: its memory was its unit's, which has freed it.\n"
@@ -279,6 +286,7 @@ class FSDP2Sharded(Sharded):
         self.reshard()
         self.unused.partly.forget()
         layout = self.layout()
+        # without the replicated parameters, which are no DTensors
         shards: dict[str, nn.Parameter] = {part.name: p for p, (part,) in layout.items() if isinstance(p, DTensor)}
         of_replicated = {name: read for name, read in own.items() if name not in shards}
         super().restore_gradients(of_replicated, reduced)

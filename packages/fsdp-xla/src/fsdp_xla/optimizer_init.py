@@ -35,8 +35,8 @@ class FirstSteps:
         self._stepped_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     @contextmanager
-    def replace_zeros(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """A context for an optimizer's step. At the first step, it replaces the zeros of new state."""
+    def replace_initial_zeros(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """A context for an optimizer's step. At the first step, it replaces the initial zeros of the state."""
         if optimizer in self._stepped_optimizers:
             yield
             return

@@ -1,4 +1,4 @@
-"""Loads checkpoints: the saved nest, with a handle for each chunked tensor; tensors are read only when needed."""
+"""Loads checkpoints: the nested state, with a handle for each chunked tensor; tensors are read only when needed."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def load(path: Paths, *, runtime: Runtime | None = None, verify: bool = True) ->
             if not undecoded_ranks:
                 return load_attempt.nest
         pause(attempt)
-    if all_agree:
+    if all_agree:  # at the last attempt
         raise replaced_too_often([folder])
     raise CheckpointFormatError(
         f"the ranks read different checkpoints at {folder}: another run is replacing it, or it is on disks that "
@@ -94,9 +94,9 @@ class _BoxesInFiles:
 
     def read_into(self, chunk: Chunk) -> None:
         assert isinstance(chunk.data, Tensor)
-        box = tuple(chunk.data.shape)
-        for part in self.stored.overlapping((chunk.offsets, box)):
-            common = overlap((part.offsets, part.lengths), (chunk.offsets, box))
+        chunk_lengths = tuple(chunk.data.shape)
+        for part in self.stored.overlapping((chunk.offsets, chunk_lengths)):
+            common = overlap((part.offsets, part.lengths), (chunk.offsets, chunk_lengths))
             assert common is not None
             begins, lengths = common
             starts_in_chunk = [begin - offset for begin, offset in zip(begins, chunk.offsets, strict=True)]

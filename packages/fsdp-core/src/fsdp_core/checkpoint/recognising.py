@@ -1,4 +1,4 @@
-"""Recognises grids and runs in the boxes of all ranks."""
+"""Recognises patterns in the boxes of all ranks: a grid of boxes, or runs of elements in row-major order."""
 
 from __future__ import annotations
 
@@ -38,21 +38,22 @@ def pattern_of(shape: tuple[int, ...], boxes_by_rank: Sequence[tuple[int, tuple[
 
 def _find_grid(shape: tuple[int, ...], boxes_by_rank: Sequence[tuple[int, tuple[Box, ...]]]) -> Pattern | None:
     boxes_with_ranks = sorted((*box, rank) for rank, rank_boxes in boxes_by_rank for box in rank_boxes)
-    begins = [sorted({offsets[axis] for offsets, _, _ in boxes_with_ranks}) for axis in range(len(shape))]
-    if math.prod(map(len, begins)) != len(boxes_with_ranks):
+    starts_by_axis = [sorted({offsets[axis] for offsets, _, _ in boxes_with_ranks}) for axis in range(len(shape))]
+    if math.prod(map(len, starts_by_axis)) != len(boxes_with_ranks):
         return None
-    if any(starts[0] != 0 or starts[-1] >= size for starts, size in zip(begins, shape, strict=True)):
+    if any(starts[0] != 0 or starts[-1] >= size for starts, size in zip(starts_by_axis, shape, strict=True)):
         return None
-    lengths = [
-        [end - begin for begin, end in pairwise([*starts, size])] for starts, size in zip(begins, shape, strict=True)
+    lengths_by_axis = [
+        [end - start for start, end in pairwise([*starts, size])]
+        for starts, size in zip(starts_by_axis, shape, strict=True)
     ]
-    # If the boxes form a grid, they are, in order, the products of the begins and of the lengths along the axes.
-    grid_boxes = zip(product(*begins), product(*lengths), strict=True)
+    # If the boxes form a grid, they are, in order, the products of the starts and of the lengths along the axes.
+    grid_boxes = zip(product(*starts_by_axis), product(*lengths_by_axis), strict=True)
     for (cell_offsets, cell_lengths), (offsets, sizes, _) in zip(grid_boxes, boxes_with_ranks, strict=True):
         if cell_offsets != offsets or cell_lengths != sizes:
             return None
     ranks = Ranks.of([rank for *_, rank in boxes_with_ranks])
-    return Pattern(shape=shape, ranks=ranks, grid=tuple(map(_join_equal_lengths, lengths)))
+    return Pattern(shape=shape, ranks=ranks, grid=tuple(map(_join_equal_lengths, lengths_by_axis)))
 
 
 def _find_runs(shape: tuple[int, ...], boxes_by_rank: Sequence[tuple[int, tuple[Box, ...]]]) -> Pattern | None:
@@ -65,7 +66,7 @@ def _find_runs(shape: tuple[int, ...], boxes_by_rank: Sequence[tuple[int, tuple[
         length = sum(math.prod(lengths) for _, lengths in rank_boxes)
         if start + length > math.prod(shape):
             return None
-        boxes_of_run = tuple(box[:2] for box in boxes(shape, start, length))
+        boxes_of_run = tuple((offsets, lengths) for offsets, lengths, _ in boxes(shape, start, length))
         if rank_boxes != boxes_of_run:
             return None
         runs.append((start, length, rank))

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import NamedTuple
 
 from fsdp_core.checkpoint.collective import gather_to_first, run_on_all, run_on_first, total
-from fsdp_core.checkpoint.format.file_names import part_file, rank_in
+from fsdp_core.checkpoint.format.file_names import part_file, split_off_rank
 from fsdp_core.checkpoint.format.manifest import MANIFEST, FileEntry
 from fsdp_core.checkpoint.format.part_record import PartRecord
 from fsdp_core.checkpoint.format.places import PlaceOfRanks, group_places
@@ -148,7 +148,7 @@ class PerHostSave(SharedSave):
     def files_of_first(self, files: Mapping[str, FileEntry]) -> Mapping[str, FileEntry]:
         files_of_first: dict[str, FileEntry] = {}
         for name, entry in files.items():
-            pattern_and_rank = rank_in(name)  # None for what rank 0 alone writes
+            pattern_and_rank = split_off_rank(name)  # None for what rank 0 alone writes
             if pattern_and_rank is None or self._addresses[pattern_and_rank[1]].shares_with_first:
                 files_of_first[name] = entry
         return files_of_first

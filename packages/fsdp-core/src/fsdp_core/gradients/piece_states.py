@@ -18,8 +18,8 @@ from fsdp_core.torch_private.tensors import without_torch_function
 
 __all__ = ["SHARDS_ATTRIBUTE", "parameter_of_state", "states_of_pieces"]
 
-#: The values of a dictionary; called by C code alone where it is mapped.
-_VALUES = dict.values
+#: The values of a dictionary. As a function of C's, it is mapped over many without a call of Python.
+_DICT_VALUES = dict.values
 
 #: Classes of values in which nothing is looked for, so that one look at the class is enough.
 _LEAVES = frozenset(
@@ -27,10 +27,11 @@ _LEAVES = frozenset(
     | {torch.dtype, torch.device, torch.Size, torch.Generator}
 )
 
-#: Classes of values of a state that are guarded or not by themselves.
-_LOOKED_AT = _LEAVES | PIECE_CLASSES | {Tensor}
+#: Classes of values of a state that have no tensors inside them: leaves, and the tensors themselves.
+_NOT_NESTED = _LEAVES | PIECE_CLASSES | {Tensor}
 
-#: The attribute on an optimizer or module whose shards must not be written to files; holds what its hook needs.
+#: The attribute that marks an optimizer or module whose shards must not be written to files. Its value is for the hook
+#: that refuses them.
 SHARDS_ATTRIBUTE = "_fsdp_core_shards"
 
 #: How deep tensors are looked for: those in lists, in a dictionary, in an attribute of an object, for example.
@@ -40,34 +41,37 @@ _DEPTH = 4
 def states_of_pieces(
     optimizer: Optimizer, pieces: Callable[[], Iterable[Tensor]], ids: Collection[int]
 ) -> list[Tensor]:
-    """What an optimizer keeps for pieces, each with dimensions: a count of steps is the same on all ranks.
+    """The tensors that an optimizer keeps for pieces of parameters.
+
+    Tensors without dimensions, such as a count of steps, are left out: they are the same on all ranks.
 
     Args:
         optimizer: The optimizer.
-        pieces: Returns the pieces of parameters.
-        ids: Their ids.
+        pieces: Returns the pieces; only called if their shapes are needed.
+        ids: The ids of the pieces.
 
     Returns:
-        The tensors in the optimizer's state, also in containers and objects there; and those of a piece's shape that
-        are found in the same way in its attributes.
+        The tensors in the pieces' states, also in containers and objects there; and, found in the same way, those in
+        the optimizer's attributes that have the shape of a piece.
     """
     # with few calls of Python, and none for each value: this is asked several times in each step
-    states_of_pieces = compress(optimizer.state.values(), map(ids.__contains__, map(id, optimizer.state)))
-    values = list(chain.from_iterable(map(_VALUES, states_of_pieces)))
+    piece_states = compress(optimizer.state.values(), map(ids.__contains__, map(id, optimizer.state)))
+    values = list(chain.from_iterable(map(_DICT_VALUES, piece_states)))
     states = [
         value for value in values if value.__class__ in PIECE_CLASSES or (value.__class__ is Tensor and value.ndim)
     ]
-    names = optimizer.__dict__.keys() - _known_names()
-    has_nested = not {*map(type, values)} <= _LOOKED_AT
-    if names or has_nested:
-        own = [optimizer.__dict__[name] for name in names]
-        with without_torch_function():
-            if has_nested:
-                states = [tensor for tensor in _tensors_in(values, _DEPTH, set()) if tensor.ndim]
-            if not {*map(type, own)} <= _LEAVES:
-                shapes = {piece.shape for piece in pieces()}
-                visited = set(map(id, states))
-                states += [tensor for tensor in _tensors_in(own, _DEPTH, visited) if tensor.shape in shapes]
+    has_nested = not _NOT_NESTED.issuperset(map(type, values))
+    unknown_names = optimizer.__dict__.keys() - _known_names()
+    if not unknown_names and not has_nested:
+        return states
+    attributes = [optimizer.__dict__[name] for name in unknown_names]
+    with without_torch_function():
+        if has_nested:
+            states = [tensor for tensor in _tensors_in(values, _DEPTH, set()) if tensor.ndim]
+        if not _LEAVES.issuperset(map(type, attributes)):
+            shapes = {piece.shape for piece in pieces()}
+            visited = set(map(id, states))
+            states += [tensor for tensor in _tensors_in(attributes, _DEPTH, visited) if tensor.shape in shapes]
     return states
 
 
@@ -88,7 +92,7 @@ def _known_names() -> frozenset[str]:
 
 
 def _tensors_in(values: Iterable[Any], depth: int, visited: set[int]) -> Iterator[Tensor]:
-    """Plain tensors and guarded ones, in values, and in containers and objects that these are."""
+    """The plain tensors and guarded ones among values, and inside those that are containers or objects."""
     for value in values:
         value_class = value.__class__
         if value_class in _LEAVES or id(value) in visited:
@@ -105,10 +109,11 @@ def _members(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
         return value.values()
     if isinstance(value, list | tuple | set | frozenset | deque):
-        is_of_numbers = next(iter(value), None).__class__ in _LEAVES  # such as a history of losses, which gets long
-        return () if is_of_numbers else value
+        starts_with_leaf = next(iter(value), None).__class__ in _LEAVES
+        return () if starts_with_leaf else value  # a history of losses, for example, is long and has no tensors
     if isinstance(value, Tensor | nn.Module):
         return ()
+    # an optimizer inside another, as in Lookahead, is looked into, also if it is torch's
     if not isinstance(value, Optimizer) and value.__class__.__module__.partition(".")[0] in _LIBRARIES:
         return ()
     slots = (getattr(value, name, None) for name in getattr(value, "__slots__", ()))

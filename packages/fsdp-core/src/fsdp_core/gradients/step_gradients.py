@@ -411,6 +411,24 @@ def count_piece_writes() -> int:
     return _piece_writes[0]
 
 
+#: Functions of ``torch.nn.init`` that fill each element by itself: the tensor's method, and its arguments' names there.
+_INITIALIZERS: dict[Any, tuple[str, tuple[str, ...]]] = {
+    nn.init.constant_: ("fill_", ("val",)),
+    nn.init.normal_: ("normal_", ("mean", "std", "generator")),
+    nn.init.uniform_: ("uniform_", ("a", "b", "generator")),
+}
+
+
+def _initialize(func: Any, arguments: dict[str, Any]) -> Tensor:
+    """Call a function of ``torch.nn.init`` on a piece, as the method of the piece that it stands for."""
+    method, names = _INITIALIZERS[func]
+    values = [arguments[name] for name in names if name != "generator"]
+    generator = {"generator": arguments["generator"]} if arguments.get("generator") is not None else {}
+    with torch.no_grad():
+        filled: Tensor = getattr(arguments["tensor"], method)(*values, **generator)
+    return filled
+
+
 class Piece(Tensor):
     """A rank's piece of a gradient: right to compute with element by element, and wrong for a norm, say."""
 
@@ -420,6 +438,8 @@ class Piece(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _INITIALIZERS:
+            return _initialize(func, kwargs)
         name = _TRANSPOSES.get(func) or str(getattr(func, "__name__", func))
         caller = sys._getframe(1).f_code
         if not _is_elementwise_call(name, args) or (name == "numel" and caller is _VECTOR_TO_PARAMETERS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -11,10 +12,11 @@ from lightning.fabric.accelerators import Accelerator as FabricAccelerator
 from lightning.pytorch.accelerators import Accelerator
 
 from fsdp_core import devices
-from fsdp_core.device_names import VISIBILITY
+from fsdp_core.device_names import LIGHTNINGS_OWN, VISIBILITY
 from fsdp_core.errors import StrategyUnavailableError
+from fsdp_core.lightning.launchers.launch_checks import ranks_on_host
 
-__all__ = ["TorchAccelerator"]
+__all__ = ["TorchAccelerator", "announce_accelerator"]
 
 
 class TorchAccelerator(Accelerator, FabricAccelerator):
@@ -71,7 +73,7 @@ class TorchAccelerator(Accelerator, FabricAccelerator):
             kind = TorchAccelerator.name()
             raise StrategyUnavailableError(
                 f"devices={devices!r} asks for a rank on each of {kind} {indices}, and torch sees {count} here.\n"
-                f"Write devices={count} or fewer, or indices below {count}, each once.{_hint_of_hidden(kind)}"
+                f"{_advise_on_devices(count)}{_hint_of_hidden(kind)}"
             )
         return indices
 
@@ -96,8 +98,39 @@ class TorchAccelerator(Accelerator, FabricAccelerator):
         return devices.accelerator_kind() or "none"
 
 
+def _advise_on_devices(count: int) -> str:
+    """What to write where torch sees too few devices."""
+    launched = ranks_on_host()
+    if launched is None or launched[1] <= count:
+        return f"Write devices={count} or fewer, or indices below {count}, each once."
+    launcher, ranks = launched
+    slurms = f": under SLURM by --gpus-per-node={ranks}, and without --gpus-per-task" if launcher == "SLURM" else ""
+    return (
+        f"{launcher} has started {ranks} ranks on this host, of which each takes the device of its local rank. Let all "
+        f"of them see the same {ranks} devices{slurms}."
+    )
+
+
 def _hint_of_hidden(kind: str) -> str:
     """Names the variable that hides devices of a kind from this process, if it is set."""
     variable = VISIBILITY.get(kind)
     value = None if variable is None else os.environ.get(variable)
     return "" if value is None else f" {variable}={value} hides the others from this process."
+
+
+def announce_accelerator(log: logging.Logger, device: torch.device, number: int) -> None:
+    """Log whether a run is on torch's accelerator, where Lightning has none for it: its own lines tell GPUs and TPUs.
+
+    Args:
+        log: Lightning's logger for rank 0.
+        device: The device of rank 0, which is the current one.
+        number: How many devices of its host the run is on.
+    """
+    kind = devices.accelerator_kind()
+    if kind is None or kind in LIGHTNINGS_OWN or not log.isEnabledFor(logging.INFO):
+        return
+    line = f"{kind} available: {torch.accelerator.is_available()}, used: {device.type == kind}"
+    if device.type == kind:
+        model = devices.device_model(kind, device.index or 0) or "unnamed"
+        line += f" ({number} device{'s' if number > 1 else ''}: {model})"
+    log.info(line)

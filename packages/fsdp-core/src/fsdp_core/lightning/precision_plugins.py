@@ -29,7 +29,12 @@ from fsdp_core.lightning.outside_steps.redirection import compute_context
 from fsdp_core.lightning.private import DtypeContext, convert_fp_tensor
 from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.sharding.precision_strings import ShardPrecision
-from fsdp_core.torch_private.optimizer_steps import forget_unscaled, make_scaler_sharded, plain_tensors_replicated
+from fsdp_core.torch_private.optimizer_steps import (
+    forget_unscaled,
+    is_disabled_for_device,
+    make_scaler_sharded,
+    plain_tensors_replicated,
+)
 
 if TYPE_CHECKING:
     from fsdp_core.lightning.strategy import ShardedStrategy
@@ -110,7 +115,15 @@ class _ShardedPrecision:
     def scaler(self) -> torch.amp.GradScaler | None:
         """The gradient scaler, if fp16 needs one; created once the device is known."""
         if self._scaler is None and self.dtypes.scaled:
-            self._scaler = self._users_scaler or torch.amp.GradScaler(self._strategy.root_device.type)
+            device = self._strategy.root_device.type
+            if self._users_scaler is not None and is_disabled_for_device(self._users_scaler, device):
+                raise UnsupportedCapabilityError(
+                    f"the precision plugin's gradient scaler is disabled, and not for {device!r}, where this run is: "
+                    "torch disables a scaler whose device is not there, and small gradients would be lost.\n"
+                    f"Write precision='16-mixed' to Trainer or Fabric and no plugin; or "
+                    f"MixedPrecision('16-mixed', {device!r}, torch.amp.GradScaler({device!r}))."
+                )
+            self._scaler = self._users_scaler or torch.amp.GradScaler(device)
             make_scaler_sharded(self._scaler, lambda flag: self._strategy.runtime.all_reduce(flag, "max"))
         return self._scaler
 
@@ -202,7 +215,9 @@ class ShardedTrainerPrecision(_ShardedPrecision, Precision):
     _strategy: ShardedTrainerStrategy
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        return super().pre_backward(self._scale(tensor), module)
+        scaled = self._scale(tensor)
+        with self._strategy.guarding_gradients():
+            return super().pre_backward(scaled, module)
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
         with self._strategy.guarding_gradients():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -50,12 +49,10 @@ class ShardedStrategy(SavingStrategy):
         backend: How modules are sharded.
         error_if_nonfinite: Whether to raise before a step whose gradients are not finite.
         creation_hint: Where users are to create parameters, so that it is before sharding: a sentence.
-        log: Lightning's logger for rank 0, whose level users set.
     """
 
     backend_class: ClassVar[type[Any]]  # a Backend, made of the options
     creation_hint: ClassVar[str]
-    log: ClassVar[logging.Logger]
     error_if_nonfinite: bool = False
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -137,6 +134,7 @@ class ShardedStrategy(SavingStrategy):
         }
         return {
             **facts_of_packages(module, type(self), type(self.backend)),
+            **self._describe_devices(),
             "strategy": repr(self.strategy_name),
             "precision": repr(self.shard_precision.name),
             **facts_of_options(options),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -13,8 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import ShardingError
+from fsdp_core.lightning.accelerators import announce_accelerator
 from fsdp_core.lightning.constructing import ConstructedStrategy
-from fsdp_core.lightning.launchers.launch_checks import check_launched
+from fsdp_core.lightning.launchers.launch_checks import check_launched, facts_of_visibility
 from fsdp_core.lightning.launchers.notebooks import check_interactive, is_interactive
 from fsdp_core.lightning.launchers.ray_train import RayWorker, ray_worker
 from fsdp_core.lightning.private import reset_seed
@@ -40,16 +42,19 @@ class StrategyRanks(ConstructedStrategy):
         runtime: How the ranks communicate.
         timeout: How long a collective may wait for the other ranks.
         hang_timeout: How long ranks may wait for each other in one call before all end; ``None`` to watch nothing.
+        log: Lightning's logger for rank 0, whose level users set.
     """
 
     launcher_class: ClassVar[Any]
     _fork_launcher_class: ClassVar[Any]  # in notebooks
+    log: ClassVar[logging.Logger]
 
     backend: Backend
     runtime: Runtime
     timeout: timedelta | None
     hang_timeout: timedelta | None = None
     _worker: RayWorker | None = None  # under Ray Train
+    _has_announced_accelerator: bool = False
 
     # set by Lightning's ParallelStrategy
     cluster_environment: ClusterEnvironment | None
@@ -106,20 +111,20 @@ class StrategyRanks(ConstructedStrategy):
 
         Before the runtime has started, they follow from this rank's number, as under Lightning's own strategies.
         """
-        rank, ranks = self._rank_and_world_size()
-        if self.runtime.world_size == 1 < ranks:
-            mesh = self.backend.mesh(ranks)
+        rank, world_size = self._rank_and_world_size()
+        if world_size > 1 and self.runtime.world_size == 1:  # the runtime has not started
+            mesh = self.backend.mesh(world_size)
             return {"num_replicas": mesh.size(DATA_AXES), "rank": mesh.coordinate(rank, DATA_AXES)}
         return {"num_replicas": self.runtime.data_parallel_world_size, "rank": self.runtime.data_parallel_rank}
 
     def _number_ranks(self) -> None:
         """Set the rank in the cluster environment and in Lightning's rank-zero helpers."""
         environment = self.cluster_environment
-        self._worker = ray_worker(environment, StrategyRanks)
+        self._worker = ray_worker(environment, StrategyRanks)  # it tells Ray of this class
         if environment is not None:
-            rank, ranks = self._rank_and_world_size()
+            rank, world_size = self._rank_and_world_size()
             environment.set_global_rank(rank)
-            environment.set_world_size(ranks)
+            environment.set_world_size(world_size)
         set_rank_zero(self.global_rank)
 
     def _configure_launcher(self) -> None:
@@ -133,18 +138,19 @@ class StrategyRanks(ConstructedStrategy):
             self._worker.check_devices(self.parallel_devices or ())
         else:
             check_launched(self.cluster_environment, self.num_processes, self.num_nodes)
-        self.backend.mesh(self._rank_and_world_size()[1])  # fail before any process is started
+        _, world_size = self._rank_and_world_size()
+        self.backend.mesh(world_size)  # fail before any process is started
         if environment.creates_processes_externally:
             return
-        if is_interactive():  # one rank needs no process of its own
+        if is_interactive():
             check_interactive(self.strategy_name, self.num_nodes)
-            self._launcher = self._fork_launcher_class(self) if forks else None
+            self._launcher = self._fork_launcher_class(self) if forks else None  # one rank runs in this process
         else:
             self._launcher = self.launcher_class(environment, self.num_processes, self.num_nodes)
 
     def _join_world(self) -> None:
         """Start the runtime with the other ranks, and bind the backend to it."""
-        reset_seed()
+        reset_seed()  # to that of seed_everything(), in a process that was just started
         self._number_ranks()
         environment = self.cluster_environment
         assert environment is not None
@@ -159,6 +165,9 @@ class StrategyRanks(ConstructedStrategy):
             port=environment.main_port,
             timeout=self._collective_timeout(),
         )
+        if self.global_rank == 0 and not self._has_announced_accelerator:
+            announce_accelerator(self.log, self.root_device, self.num_processes)
+            self._has_announced_accelerator = True
         if self.num_nodes > 1:
             check_same_packages(self.runtime, versions_of(type(self), type(self.backend), type(self.runtime)))
         if self._worker is not None:
@@ -167,6 +176,10 @@ class StrategyRanks(ConstructedStrategy):
         self.backend.bind(self.runtime, self.shard_precision)
         if self.hang_timeout is not None and self.world_size > 1 and isinstance(self.runtime, ProcessGroupRuntime):
             watch(self.runtime, self.hang_timeout, environment.main_address, partial(_progress_of, ref(self)))
+
+    def _describe_devices(self) -> dict[str, str]:
+        """By topic, what must be equal on ranks of one host, or two could take one device. Ray gives each its own."""
+        return facts_of_visibility(self.root_device.type) if self.num_nodes == 1 and self._worker is None else {}
 
     def _check_started(self) -> None:
         if not hasattr(self.backend, "runtime"):
@@ -177,7 +190,7 @@ class StrategyRanks(ConstructedStrategy):
             )
 
     def _collective_timeout(self) -> timedelta | None:
-        """How long a collective waits: longer than it takes to find out which rank hangs, which says more."""
+        """How long a collective waits: longer than it takes to name the rank that hangs, which says more."""
         if self.timeout is not None or self.hang_timeout is None:
             return self.timeout
         if not isinstance(self.runtime, ProcessGroupRuntime):  # another runtime's collectives name missing ranks
@@ -221,6 +234,6 @@ class StrategyRanks(ConstructedStrategy):
         return self.runtime.broadcast_object(obj, src)
 
 
-def _progress_of(strategy: ref[StrategyRanks]) -> str:
-    ranks = strategy()
-    return "" if ranks is None else ranks.progress()
+def _progress_of(strategy_ref: ref[StrategyRanks]) -> str:
+    strategy = strategy_ref()
+    return "" if strategy is None else strategy.progress()

@@ -93,7 +93,8 @@ class TrainerCheckpoints:
         is_resuming = self._trainer.state.fn == TrainerFn.FITTING and "optimizer_states" in checkpoint
         if is_resuming:
             description = "comparing the checkpoint with the model"
-            run_on_all(strategy.runtime, description, lambda: self._compare(checkpoint, strict))
+            with strategy.step_methods.gradient_guard.paused():
+                run_on_all(strategy.runtime, description, lambda: self._compare(checkpoint, strict))
         elif strict and (casts := self._find_casts(checkpoint["state_dict"])):
             name, (saved_dtype, own_dtype) = next(iter(casts.items()))
             rank_zero_warn(
@@ -111,7 +112,8 @@ class TrainerCheckpoints:
 
         Empty if names differ or a dtype is not floating-point: then the load itself raises.
         """
-        own_state = self._strategy.sharded.model_state()
+        with self._strategy.step_methods.gradient_guard.paused():
+            own_state = self._strategy.sharded.model_state()
         if own_state.keys() != saved_state.keys():
             return {}
         casts: dict[str, tuple[torch.dtype, torch.dtype]] = {}
@@ -293,7 +295,7 @@ class TrainerCheckpoints:
         strategy.wait_for_saves()
         path = strategy.agree_on_path(normalize_paths(checkpoint_at(path_or_paths)), "load")
         saved = _as_lightnings_dict(read_checkpoint(strategy, path, weights_only), path)
-        saved = strategy.features.exact_resume.own_positions(saved, self._trainer)
+        saved = strategy.features.exact_resume.place_own_positions(saved, self._trainer)
         if not isinstance(path_or_paths, str | os.PathLike):  # Lightning does the following for a single path alone
             set_checkpoint_in_use(self._trainer, path if isinstance(path, str) else path[0])
             saved, _ = migrate_checkpoint(saved)

@@ -141,6 +141,7 @@ class TrainerHooks(ShardedStrategy, ParallelStrategy):
 
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
+        self.step_methods.gradient_guard.off()
         self.sharded_optimizers.refuse_late(self.sharded, self.optimizers)
         for feature in self.features.in_order:
             feature.train_start(self.lightning_module.trainer, self.sharded)

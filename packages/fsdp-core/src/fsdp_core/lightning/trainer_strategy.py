@@ -188,6 +188,7 @@ class ShardedTrainerStrategy(TrainerHooks):
         if not module.automatic_optimization:
             self.step_methods.watch_toggling(module)
         self.setup_precision_plugin()
+        self.step_methods.gradient_guard.add(sharded)  # hooks before the first step see pieces
         self.barrier()
 
     def _shard_converted(self, module: pl.LightningModule) -> Sharded:

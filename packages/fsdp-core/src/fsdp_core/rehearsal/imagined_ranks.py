@@ -1,4 +1,4 @@
-"""One process plays a rank of many: its peers are imagined, and are and do what it is and does."""
+"""One process plays a rank of many, and imagines its peers: they do what it does, with the same values."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class KnownValues(TorchDispatchMode):
         if not real.is_floating_point() and not real.is_complex() and real.numel() <= _MAX_NUMEL:
             self._real_of[fake] = real
 
-    def real_or_same(self, tensor: Tensor) -> Tensor:
+    def real_if_known(self, tensor: Tensor) -> Tensor:
         """A real tensor with the values of a fake one, if they are known; otherwise the tensor itself."""
         real: Tensor = self._real_of.get(tensor, tensor)
         return real

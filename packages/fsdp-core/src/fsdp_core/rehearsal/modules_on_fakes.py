@@ -31,8 +31,8 @@ def fakes_allowed(values: KnownValues) -> Iterator[None]:
         for name in _MESH_METHODS:
             if name in vars(DeviceMesh):
                 contexts.enter_context(_replaced(DeviceMesh, name, functools.partial(_on_real_tensors, values)))
-        converted: dict[int, tuple[Tensor, Tensor]] = {}
-        contexts.enter_context(_replaced(nn.Module, "_apply", lambda _: _apply_to_fakes(converted)))
+        replacements: dict[int, tuple[Tensor, Tensor]] = {}
+        contexts.enter_context(_replaced(nn.Module, "_apply", lambda _: _apply_to_fakes(replacements)))
         contexts.enter_context(_added(FakeTensor, "__deepcopy__", _copy_fake))
         contexts.enter_context(
             _replaced(distributed, "_verify_param_shape_across_processes", lambda _: _compare_nothing)
@@ -43,7 +43,10 @@ def fakes_allowed(values: KnownValues) -> Iterator[None]:
 
 
 def _with_own_reduction(build: Callable[..., None]) -> Callable[..., None]:
-    """The constructor of DDP, whose reductions then return what an imagined process group does not: the bucket."""
+    """DDP's constructor, with a hook that reduces in place of DDP.
+
+    DDP itself takes the reduced bucket from the process group, and an imagined one returns none.
+    """
 
     def reduce(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
         dist.all_reduce(bucket.buffer(), group=state)
@@ -51,23 +54,24 @@ def _with_own_reduction(build: Callable[..., None]) -> Callable[..., None]:
         reduced.set_result(bucket.buffer())
         return reduced
 
-    # torch compares the annotations with its classes, and these are strings here
+    # torch compares the hook's annotations with its classes, and annotations in this file are strings
     reduce.__annotations__ = {"bucket": GradBucket, "return": torch.futures.Future[Tensor]}
 
     @functools.wraps(build)
     def build_with_reduction(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
         self.register_comm_hook(self.process_group, reduce)
-        first_buckets: Any = _ReducerWithFirstBuckets(self.reducer)
-        self.reducer = first_buckets
+        reducer: Any = _ReducerWithFirstBuckets(self.reducer)
+        self.reducer = reducer
 
     return build_with_reduction
 
 
 class _ReducerWithFirstBuckets:
-    """DDP's reducer, which keeps its first buckets: ranks exchange the order of others in memory that fakes don't have.
+    """DDP's reducer, which does not rebuild its buckets after the first backward pass.
 
-    The others have the same gradients in another order, and so as many bytes.
+    To rebuild them, ranks exchange an order of gradients in memory that fakes don't have. Rebuilt buckets would hold
+    the same gradients in that order, and so as many bytes.
     """
 
     def __init__(self, reducer: Any) -> None:
@@ -80,7 +84,7 @@ class _ReducerWithFirstBuckets:
         return False
 
 
-#: They compute with tensors of ranks.
+#: The methods that compute with a mesh's tensor of ranks, whose values they need.
 _MESH_METHODS = (
     *("__init__", "_compute_coordinate_on_dim", "__getitem__", "_flatten", "_concatenate", "_unflatten"),
     *("get_local_rank", "get_coordinate", "__hash__", "__eq__", "_compute_coordinates_from_mesh"),
@@ -90,7 +94,7 @@ _MESH_METHODS = (
 def _on_real_tensors(values: KnownValues, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        real_args, real_kwargs = tree_map_only(Tensor, values.real_or_same, (args, kwargs))
+        real_args, real_kwargs = tree_map_only(Tensor, values.real_if_known, (args, kwargs))
         with no_dispatch():
             return function(*real_args, **real_kwargs)
 
@@ -100,31 +104,30 @@ def _on_real_tensors(values: KnownValues, function: Callable[..., Any]) -> Calla
 def _copy_fake(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     """A copy of a fake tensor, for :func:`copy.deepcopy`: torch's own copies the storage, which has no bytes."""
     if id(tensor) not in memo:
-        copied = tensor.detach().clone()
-        if isinstance(tensor, nn.Parameter):
-            copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
-        memo[id(tensor)] = copied.requires_grad_(tensor.requires_grad)
+        copied = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(copied, requires_grad=tensor.requires_grad) if is_parameter else copied
     result: Tensor = memo[id(tensor)]
     return result
 
 
 def _has_bytes(tensor: Tensor) -> bool:
-    """Whether a fake tensor's memory is allocated: its address is always 0."""
+    """Whether a fake tensor's memory is allocated, by its size: torch asks for the address, which is 0 for all."""
     return tensor.untyped_storage().size() > 0
 
 
 def _compare_nothing(*args: Any) -> None:
-    """Stands for what compares the parameters of ranks, which are imagined."""
+    """Stands for torch's comparison of this rank's parameters with those of other ranks, which are imagined."""
 
 
-def _apply_to_fakes(converted: dict[int, tuple[Tensor, Tensor]]) -> Callable[..., nn.Module]:
+def _apply_to_fakes(replacements: dict[int, tuple[Tensor, Tensor]]) -> Callable[..., nn.Module]:
     """What stands for ``nn.Module._apply``: it gives modules other tensors where dtype or device change.
 
     torch's own would swap the contents of the tensors, which it refuses while something refers to them weakly.
 
     Args:
-        converted: By the id of a tensor, the tensor, which is so kept alive, and what has replaced it: tied ones stay
-            tied.
+        replacements: By the id of a tensor, that tensor and what has replaced it, for tied tensors to stay tied. The
+            tensor is there to stay alive: no other may get its id.
     """
 
     def apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -135,24 +138,24 @@ def _apply_to_fakes(converted: dict[int, tuple[Tensor, Tensor]]) -> Callable[...
         for registry in registries:
             for name, tensor in registry.items():
                 if tensor is not None:
-                    registry[name] = _convert(tensor, function, converted)
+                    registry[name] = _convert(tensor, function, replacements)
         return module
 
     return apply
 
 
 def _convert(
-    tensor: Tensor, function: Callable[[Tensor], Tensor], converted: dict[int, tuple[Tensor, Tensor]]
+    tensor: Tensor, function: Callable[[Tensor], Tensor], replacements: dict[int, tuple[Tensor, Tensor]]
 ) -> Tensor:
-    if id(tensor) in converted:
-        return converted[id(tensor)][1]
+    if id(tensor) in replacements:
+        return replacements[id(tensor)][1]
     with torch.no_grad():
         result = function(tensor)
     if result.dtype is tensor.dtype and result.device == tensor.device:
         return tensor
     if isinstance(tensor, nn.Parameter):
         result = nn.Parameter(result, requires_grad=tensor.requires_grad)
-    converted[id(tensor)] = tensor, result
+    replacements[id(tensor)] = tensor, result
     return result
 
 

@@ -32,7 +32,7 @@ class ParameterPlan:
         unit: The FQN of the unit that gathers it; empty for the root.
         is_replicated: Whether every rank keeps all of it.
         is_built_in_parts: Whether ranks keep only their part of it already; see :func:`fsdp_core.wrap`.
-        tied_to: The first of its names, if this is another one.
+        tied_to: The first of its names; ``None`` if that is this one.
         local_numel: The number of its elements that this rank will keep; ``None`` if the backend does not say so.
     """
 
@@ -66,7 +66,7 @@ class ShardingPlan:
     Two plans of the same model are equal, on every rank and wherever its parameters are: on the meta device too.
 
     Attributes:
-        class_name: The name of the module's class. Libraries change the class.
+        class_name: The name of the module's class before a library changes the class.
         parameters: The parameters by FQN, in their order, tied ones under each of their names.
         buffers: Shape and dtype of the buffers, in words, by FQN.
         layers: The classes of the modules by name, and the settings of those in ``torch.nn``, such as the p of a
@@ -132,8 +132,9 @@ class ShardingPlan:
 
     @cached_property
     def _owner_names(self) -> set[str]:
-        parts = (name.split(".") for name in self.parameters)
-        return {".".join(path[:length]) for path in parts for length in range(len(path))}
+        """The names of modules that have parameters, and of the modules around these, up to the root, ``""``."""
+        paths = (name.split(".") for name in self.parameters)
+        return {".".join(path[:length]) for path in paths for length in range(len(path))}
 
     def split_by_unit(self, module: nn.Module) -> list[UnitModules]:
         """The units of a module, innermost first, and the root last.
@@ -151,8 +152,8 @@ class ShardingPlan:
 
         units = [module.get_submodule(name) for name in self.units]
         return [
-            UnitModules(module=unit, own=own, replicated_names={owner: replicated(owner) for owner in own})
-            for unit, own in modules_by_unit(units, module)
+            UnitModules(module=unit, own=owners, replicated_names={owner: replicated(owner) for owner in owners})
+            for unit, owners in modules_by_unit(units, module)
         ]
 
     def ties(self) -> list[list[str]]:
@@ -186,7 +187,7 @@ class UnitModules:
     Attributes:
         module: The unit.
         own: The modules in it that no earlier unit holds.
-        replicated_names: The names of their own parameters of which every rank keeps all.
+        replicated_names: By each of these modules, the names of its own parameters of which every rank keeps all.
     """
 
     module: nn.Module
@@ -227,15 +228,15 @@ def plan_module(
         details: Returns what else is decided for the module and its units.
         local_numels: Returns how many elements this rank will keep of each parameter that a unit shards.
     """
-    plan = ShardingPlan(class_name=type(module).__name__, config=config)
+    plan = ShardingPlan(class_name=type(module).__name__, config=config)  # if the module can't even be looked at
     try:  # what follows calls code of the user's, on which ranks may differ
         refuse_cycles(module)
         plan = replace(_plan_undecided(module), config=config)
         check(module)
         chosen = list(units(module))
-        kept_whole = {id(parameter) for parameter in replicated(module)}
+        replicated_ids = {id(parameter) for parameter in replicated(module)}
         decided = details(module, chosen)
-        parameters = _plan_units(module, plan.parameters, chosen, kept_whole)
+        parameters = _plan_units(module, plan.parameters, chosen, replicated_ids)
         parameters |= _plan_sizes(parameters, local_numels)
         names = {submodule: name for name, submodule in module.named_modules()}
         unit_names = tuple(names[unit] for unit in chosen)
@@ -259,8 +260,9 @@ def check_unchanged(module: nn.Module, plan: ShardingPlan, config: Mapping[str, 
     undecided = {name: replace(p, unit="", is_replicated=False) for name, p in plan.parameters.items()}
     planned = replace(plan, parameters=undecided, units=(), recomputed=(), details={}).describe()
     current = _plan_undecided(module).describe()
-    planned |= {f"setting {name!r}": repr(value) for name, value in plan.config.items() if value != config.get(name)}
-    current |= {f"setting {name!r}": repr(value) for name, value in config.items() if value != plan.config.get(name)}
+    changed = [name for name in {**plan.config, **config} if plan.config.get(name) != config.get(name)]
+    planned |= {f"setting {name!r}": repr(plan.config[name]) for name in changed if name in plan.config}
+    current |= {f"setting {name!r}": repr(config[name]) for name in changed if name in config}
     for topic in (*planned, *current):
         if planned.get(topic) != current.get(topic):
             raise ShardingError(
@@ -281,19 +283,19 @@ def _plan_undecided(module: nn.Module) -> ShardingPlan:
 
 
 def _plan_units(
-    module: nn.Module, parameters: Mapping[str, ParameterPlan], units: Sequence[nn.Module], kept_whole: Collection[int]
+    module: nn.Module, parameters: Mapping[str, ParameterPlan], units: Sequence[nn.Module], replicated: Collection[int]
 ) -> dict[str, ParameterPlan]:
-    """The parameters with their units; ``kept_whole`` has the ids of those of which every rank keeps all."""
+    """The parameters with their units; ``replicated`` has the ids of those of which every rank keeps all."""
     names = {submodule: name for name, submodule in module.named_modules()}
-    unit_names = {
+    unit_by_id = {
         id(parameter): clean_name(names[unit])
-        for unit, own in modules_by_unit(units, module)
-        for submodule in own
+        for unit, owners in modules_by_unit(units, module)
+        for submodule in owners
         for parameter in submodule.parameters(recurse=False)
     }
     ids = {clean_name(name): id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
     return {
-        name: replace(parameter, unit=unit_names.get(ids[name], ""), is_replicated=ids[name] in kept_whole)
+        name: replace(parameter, unit=unit_by_id.get(ids[name], ""), is_replicated=ids[name] in replicated)
         for name, parameter in parameters.items()
     }
 
@@ -319,7 +321,7 @@ def _plan_parameters(module: nn.Module) -> dict[str, ParameterPlan]:
 def _plan_sizes(
     parameters: Mapping[str, ParameterPlan], local_numels: Callable[[Sequence[ParameterPlan]], Sequence[int] | None]
 ) -> dict[str, ParameterPlan]:
-    """The parameters for which it is known how many elements this rank keeps, with that number."""
+    """The parameters with ``local_numel``; without those of which it is not known."""
     sized = {name: replace(p, local_numel=p.numel) for name, p in parameters.items() if p.is_replicated}
     by_unit: dict[str, list[str]] = {}
     for name, parameter in parameters.items():
@@ -327,7 +329,9 @@ def _plan_sizes(
             by_unit.setdefault(parameter.unit, []).append(name)
     for names in by_unit.values():
         numels = local_numels([parameters[name] for name in names])
-        for name, numel in zip(names, numels or (), strict=numels is not None):
+        if numels is None:
+            continue
+        for name, numel in zip(names, numels, strict=True):
             sized[name] = replace(parameters[name], local_numel=numel)
     return sized
 
@@ -345,8 +349,8 @@ def _describe_layer(module: nn.Module) -> str:
     """A layer's class, and what torch's own layers show of their settings."""
     # fully_shard gives a module a subclass with another name: describe the user's class in either case
     layer_class = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
-    # their settings show parameters, which are described by themselves, and devices, which may differ between ranks
-    shows_devices = isinstance(module, nn.ParameterList | nn.ParameterDict)
-    is_torch_layer = layer_class.__module__.startswith("torch.nn.modules.") and not shows_devices
-    settings = module.extra_repr() if is_torch_layer else ""
+    is_torch_layer = layer_class.__module__.startswith("torch.nn.modules.")
+    # which shows its parameters, which are described by themselves, and devices, which may differ between ranks
+    is_container = isinstance(module, nn.ParameterList | nn.ParameterDict)
+    settings = module.extra_repr() if is_torch_layer and not is_container else ""
     return f"{layer_class.__qualname__}({settings})" if settings else layer_class.__qualname__

@@ -345,6 +345,12 @@ class Sharded(ABC):
         earlier steps are there, which ``module.zero_grad()`` is to forget.
         """
 
+    def end_forward(self) -> None:
+        """Let what stays gathered after the root's forward pass show the gradients of shards until the backward pass.
+
+        Called after a training step of automatic optimization, before hooks that read and write gradients.
+        """
+
     def follow_requires_grad(self) -> None:
         """Copy ``requires_grad`` from the shards to the gathered parameters.
 

@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.nn.functional import mse_loss
@@ -38,6 +39,7 @@ __all__ = [
     "new_fabric",
     "new_trainer",
     "own_share",
+    "scaled_precision",
     "strategy_argument",
     "whole_batches",
 ]
@@ -161,13 +163,28 @@ def new_trainer(
 def new_fabric(
     strategy: str, world_size: int = 2, options: Mapping[str, Any] | None = None, precision: Any = None
 ) -> Fabric:
-    """A Fabric, launched. Its device and its arguments are those of :func:`new_trainer`."""
+    """A Fabric, launched. Its device and its arguments are those of :func:`new_trainer`.
+
+    Its precision is a name or a plugin.
+    """
+    argument = "plugins" if isinstance(precision, Precision) else "precision"
     configured_strategy = strategy_argument(strategy, "fabric", options)
     fabric = Fabric(
-        accelerator=accelerator(), strategy=configured_strategy, precision=precision, **_devices(world_size)
+        accelerator=accelerator(), strategy=configured_strategy, **{argument: precision}, **_devices(world_size)
     )
     fabric.launch()
     return fabric
+
+
+def scaled_precision(plugin: Any, init_scale: float) -> Any:
+    """A plugin for ``"16-mixed"`` on :func:`accelerator`, with a gradient scaler of its own.
+
+    Args:
+        plugin: The front end's plugin for mixed precision.
+        init_scale: The scale of the first step.
+    """
+    kind = KINDS_OF_LIGHTNING.get(accelerator(), accelerator())
+    return plugin("16-mixed", kind, torch.amp.GradScaler(kind, init_scale=init_scale))
 
 
 def means(losses: list[Tensor]) -> list[float]:

@@ -58,6 +58,13 @@ _NORMALISATIONS = (
 #: The number of ``reduction="mean"``, the default of all of them.
 _MEAN = 1
 
+#: What has no value for a part without elements, and raises on the ranks that hold such a part.
+_EXTREMES = (
+    *(_ATEN.max.default, _ATEN.min.default, _ATEN.amax.default, _ATEN.amin.default),
+    *(_ATEN.argmax.default, _ATEN.argmin.default, _ATEN.aminmax.default, _ATEN._foreach_max.default),
+    *(_ATEN.linalg_vector_norm.default, _ATEN._foreach_norm.Scalar, _ATEN.dist.default),
+)
+
 
 class CopiedView(DTensor):
     """A copy of a part of a DTensor that behaves as the view that was asked for."""
@@ -195,6 +202,10 @@ def write_through_copied_views() -> None:
     handlers.setdefault(_ATEN.squeeze_copy.default, _squeeze_copy)
     for func in _NORMALISATIONS:
         handlers.setdefault(func, _refuse_parted_statistics)
+    for func in _EXTREMES:
+        torch_handler = handlers.get(func)
+        if not isinstance(torch_handler, partial):
+            handlers[func] = partial(_reduce_extreme, torch_handler)
     convolution = handlers.get(_ATEN.convolution.default)
     if convolution is not None and not isinstance(convolution, partial):
         handlers[_ATEN.convolution.default] = partial(_refuse_parted_convolution, convolution)
@@ -317,11 +328,40 @@ def _refuse_parted_statistics(func: Any, args: Any, kwargs: Any) -> Any:
     return _without_handler(func, _refuse_parted_statistics, args, kwargs)
 
 
+def _reduce_extreme(torch_handler: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Replaces a reduction to a largest or smallest element: where some rank holds none, all reduce the whole."""
+    args = tree_map(_without_empty_parts, args)
+    if torch_handler is not None:
+        return torch_handler(func, args, kwargs)
+    return _without_handler(func, DTensor._op_dispatcher._custom_op_handlers[func], args, kwargs)
+
+
+def _without_empty_parts(value: Any) -> Any:
+    """An argument, gathered if it is a DTensor of which some rank may have no element."""
+    if not isinstance(value, DTensor) or value.numel() == 0:
+        return value
+    sizes = [(value.shape[dim], parts) for dim, parts in _count_parts(value).items()]
+    if all(-(-size // parts) * (parts - 1) < size for size, parts in sizes):
+        return value
+    return value.redistribute(placements=_everywhere(value))
+
+
 def _is_uneven(tensor: DTensor) -> bool:
     """Whether parts of a DTensor may differ in size."""
+    return any(tensor.shape[dim] % parts for dim, parts in _count_parts(tensor).items())
+
+
+def _count_parts(tensor: DTensor) -> dict[int, int]:
+    """By dimension of a DTensor that is sharded, into how many parts.
+
+    What is sharded in strides, such as a flattened matrix of which ranks have columns, is cut into pieces, and each of
+    these into parts.
+    """
     parts_by_dim: dict[int, int] = {}
+    parts_in_strides: dict[int, int] = {}
     for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
         dim = getattr(placement, "dim", None)  # only of those that shard
         if dim is not None:
             parts_by_dim[dim] = parts_by_dim.get(dim, 1) * size
-    return any(tensor.shape[dim] % parts for dim, parts in parts_by_dim.items())
+            parts_in_strides[dim] = max(parts_in_strides.get(dim, 1), size * getattr(placement, "split_factor", 1))
+    return {dim: max(parts, parts_in_strides[dim]) for dim, parts in parts_by_dim.items()}

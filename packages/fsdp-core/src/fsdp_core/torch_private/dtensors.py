@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, _redistribute
 # What fully_shard places a parameter as that tensor parallelism has sharded along the same dimension; no public name.
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
+from fsdp_core.devices import is_accelerator
 from fsdp_core.mesh import DATA_AXES
 
 __all__ = [
@@ -58,14 +59,19 @@ _cached_meshes: _CachedMeshes | None = None
 _group_with_clean_caches: weakref.ref[Any] | None = None
 
 
-def forget_meshes() -> None:
+def forget_meshes(device: torch.device) -> None:
     """Clear what DTensor has cached by mesh. Called when a process group was created.
+
+    Each thread has caches of its own, and backward passes on an accelerator run in a thread of autograd's.
 
     Meshes are equal if their ranks are, whatever their process groups. After a process group was destroyed and another
     was created, cached results would name groups of the former one, and torch gives the same names to other groups.
 
     Nothing is cleared if :func:`note_meshes` has found that the only group was that of all ranks, and the new group has
     as many ranks: the name of that group is always the same. A process that trains again then keeps its caches.
+
+    Args:
+        device: The device of this rank.
     """
     global _cached_meshes, _group_with_clean_caches
     meshes = device_mesh._mesh_resources
@@ -76,11 +82,32 @@ def forget_meshes() -> None:
     _group_with_clean_caches = weakref.ref(dist.group.WORLD)
     if cached_before == _CachedMeshes(dist.get_rank(), dist.get_world_size(), _count_uncached()):
         return
+    _clear_caches_of_thread()
+    if is_accelerator(device):
+        with torch.inference_mode(False), torch.enable_grad():
+            function: Any = _InThreadOfDevice
+            function.apply(torch.zeros(1, device=device, requires_grad=True)).backward()
+    _redistribute._gen_transform_infos.cache_clear()
+
+
+class _InThreadOfDevice(torch.autograd.Function):
+    """A function whose backward pass clears the caches of the thread that it runs in."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        _clear_caches_of_thread()
+        return gradient
+
+
+def _clear_caches_of_thread() -> None:
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
     clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # not in torch 2.9
     if clear is not None:
         clear()
-    _redistribute._gen_transform_infos.cache_clear()
 
 
 def note_meshes() -> None:

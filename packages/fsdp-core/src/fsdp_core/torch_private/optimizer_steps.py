@@ -20,6 +20,7 @@ from fsdp_core.torch_private.tensors import without_torch_function
 __all__ = [
     "forget_unscaled",
     "has_hooks_before_steps",
+    "is_disabled_for_device",
     "make_scaler_sharded",
     "plain_tensors_replicated",
     "replace_step",
@@ -65,6 +66,12 @@ def make_scaler_sharded(scaler: torch.amp.GradScaler, all_reduce_max: Callable[[
 
     instance: Any = scaler
     instance._unscale_grads_ = unscale
+
+
+def is_disabled_for_device(scaler: torch.amp.GradScaler, kind: str) -> bool:
+    """Whether a scaler is disabled and for another kind of device: torch disables one whose device is not there."""
+    instance: Any = scaler
+    return not scaler.is_enabled() and bool(instance._device != kind)
 
 
 @contextmanager

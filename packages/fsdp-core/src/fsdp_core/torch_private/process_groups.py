@@ -16,6 +16,7 @@ __all__ = [
     "is_default_group",
     "last_collective",
     "process_groups",
+    "set_default_backend",
 ]
 
 
@@ -104,3 +105,19 @@ def is_default_group(group: Any) -> bool:
 def process_groups() -> int:
     """The number of process groups, the default one included; torch has no public count."""
     return len(torch.distributed.distributed_c10d._world.pg_map)
+
+
+def set_default_backend(kind: str) -> None:
+    """Let a kind of device's backend be the default one of the group of all ranks, which torch asks for hooks.
+
+    torch 2.9 to 2.13 set it for NCCL alone: they look for a package's backend, in capitals, among the group's, in small
+    letters. Without it, the group's end warns that there is no backend of type 0.
+
+    Args:
+        kind: The kind.
+    """
+    backends = dict(entry.split(":") for entry in dist.get_backend_config().split(",") if ":" in entry)
+    if kind in backends:
+        types: Any = dist.ProcessGroup.BackendType
+        group: Any = dist.distributed_c10d._get_default_group()
+        group._set_default_backend(dist.Backend.backend_type_map.get(backends[kind], types.CUSTOM))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import sysconfig
 import threading
@@ -23,7 +24,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 #: The modules in whose frames a thread waits for other ranks.
 _WAITING = ("torch.distributed", "torch_xla", "fsdp_xla.ranks")
 
-#: The modules of Lightning's barrier without a time limit, in whose frames it waits for what another rank does alone.
+#: The modules of Lightning's barrier that has no time limit. A rank waits there while another does something alone.
 _LIGHTNINGS_BARRIER = ("lightning.fabric.utilities.distributed", "lightning_fabric.utilities.distributed")
 
 
@@ -33,15 +34,15 @@ class Location:
 
     Attributes:
         innermost: The file, line and function that runs, such as ``"dataloader.py:1310 in _try_get_data"``.
-        users: The innermost line of code that is not installed, as torch and Lightning are; else ``innermost``.
+        user_line: The innermost line of code that is not installed, as torch and Lightning are; else ``innermost``.
         waits: Whether it waits for other ranks: in torch.distributed, or for a collective that has not ended.
         collective: The last collective that the rank has entered, in words; empty if that is not known.
         sequence: How many collectives of all ranks it has entered; -1 if that is not known.
-        awaited: What another rank does alone meanwhile, and may take long for, as ``prepare_data()``; else empty.
+        awaited: What it waits for that another rank does alone, as ``prepare_data()``, and may take long; else empty.
     """
 
     innermost: str
-    users: str
+    user_line: str
     waits: bool
     collective: str = ""
     sequence: int = -1
@@ -51,10 +52,10 @@ class Location:
         """Where it stands, in words.
 
         Example:
-            >>> Location(innermost="queue.py:180 in get", users="train.py:7 in <module>", waits=False).described()
+            >>> Location(innermost="queue.py:180 in get", user_line="train.py:7 in <module>", waits=False).described()
             'train.py:7 in <module> (there queue.py:180 in get)'
         """
-        return self.users if self.users == self.innermost else f"{self.users} (there {self.innermost})"
+        return self.user_line if self.user_line == self.innermost else f"{self.user_line} (there {self.innermost})"
 
 
 class StandStill:
@@ -79,26 +80,27 @@ class StandStill:
         return time.monotonic() - self._since
 
 
-def location_of(thread: int, *, waited: float = 0.0) -> Location:
+def location_of(thread: int, *, wait_limit: float = math.inf) -> Location:
     """Where a thread stands.
 
     Args:
         thread: The thread's identifier.
-        waited: A collective that has not ended after this number of seconds is one that the rank waits for.
+        wait_limit: The seconds after which a collective that has not ended is one that the rank waits for.
     """
     frames = sys._current_frames()
     stack = _stack(frames.get(thread))
     if not stack:
-        return Location(innermost="a thread that has ended", users="a thread that has ended", waits=False)
+        return Location(innermost="a thread that has ended", user_line="a thread that has ended", waits=False)
     innermost = _describe_frame(stack[0])
     if any(_module(frame) == "torch.utils.data.dataloader" for frame in stack):
         innermost = f"{innermost}, for a batch of a DataLoader"
     awaited = _describe_wait(stack)
     if awaited:
         innermost = f"{innermost}, for {awaited}"
-    users = next((_describe_frame(frame) for frame in stack if not _is_of_library(frame)), innermost)
+    user_line = next((_describe_frame(frame) for frame in stack if not _is_of_library(frame)), innermost)
     collective = last_collective()
-    unfinished = collective is not None and not collective.has_ended and collective.seconds_ago >= waited > 0.0
+    in_collective = collective is not None and not collective.has_ended and collective.seconds_ago >= wait_limit
+    # a save in the background runs collectives too, for which its own thread waits
     background_frames = [
         frames[background_thread.ident]
         for background_thread in _background_threads(thread)
@@ -106,8 +108,8 @@ def location_of(thread: int, *, waited: float = 0.0) -> Location:
     ]
     return Location(
         innermost=innermost,
-        users=users,
-        waits=unfinished or bool(awaited) or any(_is_waiting(frame) for frame in [stack[0], *background_frames]),
+        user_line=user_line,
+        waits=in_collective or bool(awaited) or any(_is_waiting(frame) for frame in [stack[0], *background_frames]),
         collective="" if collective is None else _in_words(collective),
         sequence=-1 if collective is None else collective.sequence,
         awaited=awaited,

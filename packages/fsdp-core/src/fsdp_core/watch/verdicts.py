@@ -279,7 +279,7 @@ def _group_by_location(members: Collection[Member], reports: Mapping[int, Report
     groups: dict[tuple[str, str], list[Member]] = {}
     for member in sorted(members, key=lambda member: member.rank):
         location = reports[member.rank].location
-        groups.setdefault((location.users, location.collective), []).append(member)
+        groups.setdefault((location.user_line, location.collective), []).append(member)
     return list(groups.values())
 
 

@@ -203,8 +203,8 @@ class Watcher:
             self._ended = [Member(**member_fields) for member_fields in message["members"]] or [self._first]
             self._answered.set()
 
-    def _report(self, waited: float) -> Report:
-        return Report(progress=self.progress(), location=location_of(self._training_thread, waited=waited))
+    def _report(self, wait_limit: float) -> Report:
+        return Report(progress=self.progress(), location=location_of(self._training_thread, wait_limit=wait_limit))
 
     def _judge_rank_0(self) -> Verdict:
         """The verdict of this rank on rank 0, which does not answer."""

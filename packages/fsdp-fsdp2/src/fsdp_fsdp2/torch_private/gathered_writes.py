@@ -50,6 +50,14 @@ class GatheredWrites:
         self._gathered = [(p, GatheredValue(names[p.sharded_param])) for p in fsdp_params_of(unit)]
         self._parameters = [parameter for parameter, _ in self._gathered]
         self._module_infos = [parameter._module_info for parameter in self._parameters]
+        #: Further modules that hold a parameter, its name there, and what stands for it in an error.
+        self._tied: list[tuple[nn.Module, str, Any, GatheredValue]] = [
+            (module, name, parameter, GatheredValue(f"{name} of {type(module).__name__}, tied to {value.name}"))
+            for parameter, value in self._gathered
+            for module, name in zip(
+                parameter._module_info.shared_modules, parameter._module_info.shared_param_names, strict=True
+            )
+        ]
         for parameter, value in self._gathered:
             value.shard = partial(_shard_of, weakref.ref(parameter))
         self_ref = weakref.ref(self)
@@ -72,14 +80,14 @@ class GatheredWrites:
 
     def check_own(self) -> None:
         """Refuse a call with other parameters than the unit's own."""
+        for module, name, parameter, value in self._tied:
+            value.check_own(module._parameters.get(name), *_own_tensors(parameter))
         current_params = [info.module._parameters.get(info.param_name) for info in self._module_infos]
         if all(map(operator.is_, current_params, map(SHARD, self._parameters))):
             return
         for (parameter, value), current in zip(self._gathered, current_params, strict=True):
             if current is not parameter.sharded_param:
-                gathered = getattr(parameter, "_unsharded_param", None)
-                over_fewer_ranks = getattr(parameter, "_sharded_post_forward_param", None)
-                value.check_own(current, gathered, over_fewer_ranks)
+                value.check_own(current, *_own_tensors(parameter))
 
     def enter(self) -> None:
         """Undo :meth:`leave`, before a pass computes with the parameters, or they are freed."""
@@ -179,6 +187,15 @@ def _shard_of(parameter_ref: weakref.ref[Any]) -> nn.Parameter:
     parameter: Any = parameter_ref()
     shard: nn.Parameter = parameter.sharded_param
     return shard
+
+
+def _own_tensors(parameter: Any) -> list[Tensor | None]:
+    """What ``fully_shard`` puts into modules for a parameter."""
+    return [
+        parameter.sharded_param,
+        getattr(parameter, "_unsharded_param", None),
+        getattr(parameter, "_sharded_post_forward_param", None),
+    ]
 
 
 def _free(group_ref: weakref.ref[Any], parameter_ref: weakref.ref[Any]) -> nn.Parameter:

@@ -17,7 +17,7 @@ class PartlyReduced:
     """Gradients that are reduced within a replica and wait for the all-reduce across replicas.
 
     ``fully_shard`` keeps them per unit in one flat tensor, in the order of the parameters that had gradients, and does
-    not note which these were. It would add a flat tensor of other parameters to it. And if the last backward pass of an
+    not note which these were. It would add to it a flat tensor of other parameters. And if the last backward pass of an
     accumulation does not reach the unit, it would leave the tensor for a later step.
 
     Attributes:
@@ -31,7 +31,7 @@ class PartlyReduced:
     def __bool__(self) -> bool:
         return bool(self._members)
 
-    def waits(self, group: Any) -> bool:
+    def must_all_reduce(self, group: Any) -> bool:
         """Whether a unit must all-reduce now, even if the backward pass does not reach it."""
         return group.all_reduce_grads and group in self._members
 
@@ -50,8 +50,8 @@ class PartlyReduced:
                 "tensor.\nFreeze it after the step or optimizer.zero_grad(), or write sync_each_batch=False or True."
             )
 
-    def keep(self, group: Any) -> None:
-        """Record what waits after a unit's gradients were reduced within the replica, or across replicas."""
+    def record_waiting(self, group: Any) -> None:
+        """Record which gradients wait, if any, after a unit's were reduced within the replica, or across replicas."""
         if group._partial_reduce_output is None:
             self._members.pop(group, None)
         else:

@@ -130,7 +130,7 @@ def _prepare_parameters(
         writes.enter()
         if (writes.stays_gathered or writes.is_of_root) and (unused := unused_ref()) is not None and not recomputes():
             if writes.stays_gathered:
-                free_written(unit, unused.recorded)
+                free_written(unit, unused.recorded_graphs)
             follow_shards(unit)
     if root is not None and isinstance(unit, FSDPModule) and not has_run(unit):  # within gathered() it is no FSDPModule
         with torch.inference_mode(False):

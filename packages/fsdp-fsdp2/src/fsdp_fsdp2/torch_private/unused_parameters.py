@@ -69,7 +69,7 @@ class UnusedParameters:
     Attributes:
         is_end_due: Whether a backward pass inside the root's forward pass has begun, and not ended yet.
         partly: The gradients that wait for the all-reduce across replicas.
-        recorded: The units that stay gathered for the graph of a backward pass.
+        recorded_graphs: The units that stay gathered for the graph of a backward pass.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class UnusedParameters:
                     self._state_of_group[group] = weakref.ref(state)
         root_state: Any = root._get_fsdp_state()
         self._context: Any = root_state._state_ctx  # from the first call on, that of all units
-        self.recorded = RecordedGraphs(self._groups, weakref.ref(root_state))
+        self.recorded_graphs = RecordedGraphs(self._groups, weakref.ref(root_state))
         for group in self._groups:
             follow_gathered(group, root_state if group in self._root_groups else None)
         order_gathers(self._groups)
@@ -157,7 +157,7 @@ class UnusedParameters:
         """Record that a backward pass has reached a unit."""
         self._step.on = False
         if torch.is_grad_enabled():  # off in a backward pass, unless it was given create_graph=True
-            self.recorded.begin()
+            self.recorded_graphs.begin()
 
     def post_backward(self, group: Any, *args: Any) -> None:
         """Reduce a unit's gradients unless the backward pass visits it again, and free its parameters.
@@ -179,7 +179,7 @@ class UnusedParameters:
             state = None if state_ref is None else state_ref()
             if state is not None:  # or torch would take another call in this pass for a recomputation
                 state._training_state = TrainingState.IDLE
-        if self.recorded and not self._is_ending:
+        if self.recorded_graphs and not self._is_ending:
             # Another visit may follow: autograd orders nodes by numbers that each thread counts for itself, and on an
             # accelerator a backward pass records its graph in a thread of its own. The end of the pass reduces.
             self._unreduced_groups.add(group)
@@ -187,7 +187,7 @@ class UnusedParameters:
             return
         is_unreduced = (
             group in self._unreduced_groups
-            or self.partly.waits(group)
+            or self.partly.must_all_reduce(group)
             or any(has_gradient(parameter) for parameter in group.fsdp_params)
         )
         is_last_visit = self._is_ending or self._visits.get(group, 0) >= self._calls.get(group, 0)
@@ -198,7 +198,7 @@ class UnusedParameters:
             self._fill_with_zeros(group)
             self.partly.check(group)
             type(group).post_backward(group, *args)
-            self.partly.keep(group)
+            self.partly.record_waiting(group)
         else:
             _post_backward_without_reduction(group, *args)
 
@@ -241,7 +241,7 @@ class UnusedParameters:
         outermost_state = state._state_ctx.iter_forward_root
         # torch reshards at the end of the pass, but the forward passes that go on need their parameters
         groups_to_keep = [group for running_state in states_in_forward for group in param_groups_in(running_state)]
-        if self.recorded:
+        if self.recorded_graphs:
             groups_to_keep = self._groups
         reshard_settings = [group.reshard_after_backward for group in groups_to_keep]
         self._is_ending = True
@@ -265,7 +265,7 @@ class UnusedParameters:
             on_inner_pass_end = self._on_inner_pass_end()
             if accumulates and on_inner_pass_end is not None:
                 on_inner_pass_end()
-        self.recorded.end(is_last=not states_in_forward)
+        self.recorded_graphs.end(is_last=not states_in_forward)
 
     def show_gradients(self) -> None:
         """Let parameters that are gathered inside a forward pass of the root show the gradients of their shards."""
@@ -359,7 +359,7 @@ class UnusedParameters:
                     parameter._unsharded_param.grad = None
         self._ranks_with_unused.take_back()
         self.partly.forget()
-        self.recorded.release()
+        self.recorded_graphs.release()
         self._zero_filled = {}
         self.is_end_due = False
         self._accumulates = False

@@ -29,7 +29,7 @@ class XLAFSDPRanks(XLADeviceRanks, ShardedStrategy):
     strategy_name = "xla_fsdp"
     options_class: ClassVar[type[ShardingOptions]] = _Options
     backend_class = XLABackend
-    #: As Fabric's ``XLAFSDPStrategy`` takes them.
+    #: The positional arguments of Fabric's ``XLAFSDPStrategy``, in its order.
     positional: ClassVar[Sequence[str]] = (
         *("accelerator", "parallel_devices", "checkpoint_io", "precision", "auto_wrap_policy"),
         *("activation_checkpointing_policy", "state_dict_type", "sequential_save"),
@@ -49,7 +49,7 @@ class XLAFSDPRanks(XLADeviceRanks, ShardedStrategy):
     def __init__(self, first: object, /, *positional: Any, **options: Any) -> None: ...
     def __init__(self, *positional: Any, **options: Any) -> None:
         super().__init__(*positional, **options)
-        self.sequential_save = self.options.sequential_save
+        self.sequential_save = self.options.sequential_save  # core's strategy asks for it
 
     def new_cluster_environment(self) -> ClusterEnvironment:
         return XLARanks()

@@ -41,7 +41,7 @@ class XLAFSDPStrategy(XLAFSDPRanks, ShardedFabricStrategy):
         return super().all_reduce(output, group, name)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        with self.backend.first_steps.replace_zeros(optimizer):
+        with self.backend.first_steps.replace_initial_zeros(optimizer):
             output = super().optimizer_step(optimizer, **kwargs)
         sync()
         return output

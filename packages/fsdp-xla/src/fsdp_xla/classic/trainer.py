@@ -66,7 +66,7 @@ class XLAFSDPStrategy(XLAFSDPRanks, TrainerOnXLA):
         return output
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        with self.backend.first_steps.replace_zeros(optimizer):
+        with self.backend.first_steps.replace_initial_zeros(optimizer):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         sync()
         return output

@@ -35,7 +35,7 @@ class XLASPMDStrategy(XLASPMDRanks, ShardedFabricStrategy):
     left_out: ClassVar[Collection[str]] = (*LEFT_OUT, "precision_plugin")
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        with self.backend.first_steps.replace_zeros(optimizer):
+        with self.backend.first_steps.replace_initial_zeros(optimizer):
             return super().optimizer_step(optimizer, **kwargs)
 
     def process_dataloader(self, dataloader: Any) -> Any:

@@ -39,5 +39,5 @@ class XLASPMDStrategy(XLASPMDRanks, TrainerOnXLA):
         return self._shard_batch(super().batch_to_device(batch, device, dataloader_idx))
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        with self.backend.first_steps.replace_zeros(optimizer):
+        with self.backend.first_steps.replace_initial_zeros(optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)

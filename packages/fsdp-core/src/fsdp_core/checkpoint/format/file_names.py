@@ -15,8 +15,8 @@ __all__ = [
     "is_ours",
     "name_in_save",
     "part_file",
-    "rank_in",
     "save_id_of",
+    "split_off_rank",
     "state_file",
     "state_tensors_file",
     "temporary_manifest",
@@ -117,13 +117,13 @@ def file_name(section: Section, save_id: str, rank: int) -> str:
     return file_of_rank(files_of(section, save_id), rank)
 
 
-def rank_in(name: str) -> tuple[str, int] | None:
+def split_off_rank(name: str) -> tuple[str, int] | None:
     """Split the name of a rank's file into a pattern for all ranks' files, as of :func:`files_of`, and the rank.
 
     Example:
-        >>> rank_in("model/0123456789ab-rank-00003.safetensors")
+        >>> split_off_rank("model/0123456789ab-rank-00003.safetensors")
         ('model/0123456789ab-rank-*.safetensors', 3)
-        >>> rank_in("model/0123456789ab-rank-000003.safetensors") is None
+        >>> split_off_rank("model/0123456789ab-rank-000003.safetensors") is None
         True
     """
     match = _RANK_FILE.fullmatch(name)

@@ -72,9 +72,11 @@ def index_text(files: Mapping[str, list[str]], total_size: int, total_parameters
         total_size: The size of all tensors in bytes.
         total_parameters: The number of elements of the model's parameters, if it is known.
     """
-    parameter_count = {} if total_parameters is None else {"total_parameters": total_parameters}
+    metadata = {"total_size": total_size}
+    if total_parameters is not None:
+        metadata["total_parameters"] = total_parameters
     file_of_tensor = {tensor: name for name, tensors in files.items() for tensor in tensors}
-    index = {"metadata": {**parameter_count, "total_size": total_size}, "weight_map": file_of_tensor}
+    index = {"metadata": metadata, "weight_map": file_of_tensor}
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 
 

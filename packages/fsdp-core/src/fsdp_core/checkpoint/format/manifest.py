@@ -53,7 +53,7 @@ class StoredTensor:
     Attributes:
         shape: Its shape.
         dtype_name: The name of its dtype, such as ``"float32"``.
-        chunks: Its chunks; in a pattern, they are made when they are looked at.
+        chunks: Its chunks. Those of a pattern are made when somebody looks at them.
     """
 
     shape: tuple[int, ...]
@@ -77,7 +77,7 @@ class StoredTensor:
             raise ValueError(f"{self.dtype_name!r} is not a dtype of this format")
         if not is_shape(self.shape):
             raise ValueError(f"no tensor has the shape {list(self.shape)}")
-        if isinstance(self.chunks, PatternedChunks):  # whose pieces cover the shape of their pattern
+        if isinstance(self.chunks, PatternedChunks):  # the pieces of a pattern always cover the pattern's shape
             if self.chunks.pattern.shape != self.shape:
                 raise ValueError(f"its pieces do not cover the shape {list(self.shape)}")
             return
@@ -128,7 +128,7 @@ class Manifest:
         strategy: The name of the strategy that wrote it.
         versions: The versions of the packages that wrote it.
         world_size: The number of ranks that wrote it.
-        kinds: Which parts of the state are a ``"model"``'s or an ``"optimizer"``'s, by path.
+        kinds: ``"model"`` or ``"optimizer"`` for each part of the state that belongs to one, by its path in the state.
         state_file: The JSON file with the plain data.
         state_tensors: The safetensors file with the tensors that the plain data refers to, if there are any.
         tensors: Every chunked tensor by its key, such as ``model/lm_head.weight``.
@@ -155,17 +155,18 @@ class Manifest:
             raise ValueError(f"no save has the id {self.save_id!r} and the world size {self.world_size}")
         for name in self.files:
             check_name(name)
-        for name in (self.state_file, *([] if self.state_tensors is None else [self.state_tensors])):
-            self._require_file(name, "the state")
+        self._refuse_if_missing(self.state_file, "the state")
+        if self.state_tensors is not None:
+            self._refuse_if_missing(self.state_tensors, "the state")
         patterned = PatternedFiles(self.files)
         for key, tensor in self.tensors.items():
             if isinstance(tensor.chunks, PatternedChunks):
                 missing_file = patterned.missing_file(tensor.chunks)
                 if missing_file is not None:
-                    self._require_file(missing_file, f"tensor {key!r}")
+                    self._refuse_if_missing(missing_file, f"tensor {key!r}")
                 continue
             for chunk in tensor.chunks:
-                self._require_file(chunk.file, f"tensor {key!r}")
+                self._refuse_if_missing(chunk.file, f"tensor {key!r}")
         for alias, key in self.aliases.items():
             if key not in self.tensors:
                 raise ValueError(f"alias {alias!r} refers to {key!r}, which is not among the tensors")
@@ -173,7 +174,7 @@ class Manifest:
             if kind not in ("model", "optimizer"):
                 raise ValueError(f"{path!r} is of kind {kind!r}, which is neither 'model' nor 'optimizer'")
 
-    def _require_file(self, name: str, content: str) -> None:
+    def _refuse_if_missing(self, name: str, content: str) -> None:
         if name not in self.files:
             raise ValueError(f"{content} is in {name!r}, which is not among the files")
 
@@ -249,7 +250,7 @@ class Manifest:
             raise ValueError("it is nested too deeply") from error
         if recorded != computed:
             raise ValueError(f"its content has the checksum {computed}, but it records {recorded}: it was changed")
-        patterns: dict[str, Pattern] | None = {} if version >= 2 else None
+        shared_patterns: dict[str, Pattern] | None = {} if version >= 2 else None  # filled as tensors are parsed
         try:
             return cls(
                 **strings({key: content[key] for key in ("save_id", "created", "strategy")}),
@@ -258,7 +259,7 @@ class Manifest:
                 kinds=strings(content["kinds"]),
                 state_file=string(content["state"]["json"]),
                 state_tensors=None if content["state"]["tensors"] is None else string(content["state"]["tensors"]),
-                tensors={key: _parse_tensor(key, entry, patterns) for key, entry in content["tensors"].items()},
+                tensors={key: _parse_tensor(key, entry, shared_patterns) for key, entry in content["tensors"].items()},
                 aliases=strings(content["aliases"]),
                 files={
                     name: FileEntry(size=integer(entry["size"]), checksum=string(entry["checksum"]))
@@ -280,7 +281,7 @@ def _block_lines(name: str, entries: Mapping[str, Any], *, chunked: bool = False
     lines = []
     for key, entry in entries.items():
         if chunked and isinstance(entry["chunks"], list) and len(entry["chunks"]) > 1:
-            head = json.dumps({"shape": entry["shape"], "dtype": entry["dtype"]})[:-1]
+            head = json.dumps({"shape": entry["shape"], "dtype": entry["dtype"]})[:-1]  # not closed yet
             chunks = ",\n".join(f"   {json.dumps(chunk)}" for chunk in entry["chunks"])
             lines.append(f'  {json.dumps(key)}: {head}, "chunks": [\n{chunks}]}}')
         else:
@@ -294,9 +295,11 @@ def parse_object(text: bytes) -> Any:
     """Parse JSON without fractions, in which no object has two members of one name.
 
     Raises:
-        ValueError: It is not, or too large.
+        ValueError: The text is no such JSON, or too large.
     """
-    return parse_text(text, object_pairs_hook=_object_of_members, parse_float=_no_number, parse_constant=_no_number)
+    return parse_text(
+        text, object_pairs_hook=_object_of_members, parse_float=_refuse_number, parse_constant=_refuse_number
+    )
 
 
 def content_checksum(content: Mapping[str, Any]) -> str:
@@ -321,7 +324,7 @@ def _object_of_members(members: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _no_number(number: str) -> None:
+def _refuse_number(number: str) -> None:
     raise ValueError(f"{number} is not an integer")
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fsdp_core.checkpoint.format.file_names import rank_in
+from fsdp_core.checkpoint.format.file_names import split_off_rank
 from fsdp_core.checkpoint.format.json_text import integer, string
 from fsdp_core.checkpoint.format.manifest import FileEntry, check_name, content_checksum, parse_object
 
@@ -64,8 +64,9 @@ class PartRecord:
             raise ValueError(f"it has a name of more than {_MAX_NAME_LENGTH} characters")
         for name in self.files:
             check_name(name)
-            files_and_rank = rank_in(name)
-            if files_and_rank is None or files_and_rank[1] != self.rank or f"/{self.save_id}-rank-" not in name:
+            pattern_and_rank = split_off_rank(name)
+            is_of_rank = pattern_and_rank is not None and pattern_and_rank[1] == self.rank
+            if not is_of_rank or f"/{self.save_id}-rank-" not in name:
                 raise ValueError(f"{name!r} is no file of rank {self.rank} of save {self.save_id}")
 
     def to_json(self) -> str:

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from typing import Any
 
-from fsdp_core.checkpoint.format.file_names import file_of_rank, rank_in
+from fsdp_core.checkpoint.format.file_names import file_of_rank, split_off_rank
 from fsdp_core.checkpoint.format.json_text import integer, json_list
 from fsdp_core.checkpoint.format.patterns import Pattern, PatternedChunks, Ranks, Sizes
 
@@ -55,7 +55,7 @@ class PatternedFiles:
     def __init__(self, files: Mapping[str, Any]) -> None:
         self._ranks: dict[str, list[int]] = {}
         for name in files:
-            files_and_rank = rank_in(name)
+            files_and_rank = split_off_rank(name)
             if files_and_rank is not None:
                 files_of_ranks, rank = files_and_rank
                 self._ranks.setdefault(files_of_ranks, []).append(rank)

@@ -11,7 +11,7 @@ from itertools import accumulate, product
 from typing import Any, overload
 
 from fsdp_core.checkpoint.format.chunks import StoredChunk, chunk_name
-from fsdp_core.checkpoint.format.file_names import file_of_rank, rank_in
+from fsdp_core.checkpoint.format.file_names import file_of_rank, split_off_rank
 from fsdp_core.state.boxes import boxes, overlap
 from fsdp_core.state.coverage import Box
 
@@ -280,7 +280,7 @@ class PatternedChunks(Sequence[StoredChunk]):
 
     def in_file(self, name: str) -> Iterator[StoredChunk]:
         """Yield the chunks in a file."""
-        file_pattern_and_rank = rank_in(name)
+        file_pattern_and_rank = split_off_rank(name)
         if file_pattern_and_rank is not None and file_pattern_and_rank[0] == self.files:
             for number in self.pattern.ranks.pieces_of(file_pattern_and_rank[1]):
                 yield from self._chunks_of(number)

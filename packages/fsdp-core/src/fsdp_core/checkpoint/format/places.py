@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_core.checkpoint.format.file_names import rank_in
+from fsdp_core.checkpoint.format.file_names import split_off_rank
 from fsdp_core.checkpoint.format.json_text import integer, json_list, string
 from fsdp_core.checkpoint.format.patterns import Ranks
 
@@ -79,7 +79,7 @@ def place_of(places: Sequence[PlaceOfRanks], name: str) -> PlaceOfRanks | None:
 
     Files without a rank, which hold plain data, are rank 0's.
     """
-    file_pattern_and_rank = rank_in(name)
+    file_pattern_and_rank = split_off_rank(name)
     rank = 0 if file_pattern_and_rank is None else file_pattern_and_rank[1]
     return next((place for place in places if place.holds(rank)), None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
-from fsdp_core.checkpoint.format.file_names import rank_in
+from fsdp_core.checkpoint.format.file_names import split_off_rank
 from fsdp_core.checkpoint.format.manifest import Manifest
 from fsdp_core.checkpoint.format.part_record import MAX_RECORD_BYTES, PartRecord
 from fsdp_core.checkpoint.format.patterns import Ranks
@@ -132,7 +132,7 @@ def _describe_writer(manifest: Manifest, name: str) -> str:
     place = place_of(manifest.places, name)
     if place is not None:
         return str(place)
-    pattern_and_rank = rank_in(name)
+    pattern_and_rank = split_off_rank(name)
     rank = 0 if pattern_and_rank is None else pattern_and_rank[1]
     return f"rank {rank}"
 

@@ -39,7 +39,7 @@ def retries_if_replaced(*parameters: str) -> Callable[[Callable[P, T]], Callable
         @wraps(function)
         def read_with_retries(*args: P.args, **kwargs: P.kwargs) -> T:
             arguments = inspect.signature(function).bind(*args, **kwargs).arguments
-            folders = [open_places(arguments[name]) for name in parameters]
+            folders = [open_places(paths=arguments[name]) for name in parameters]
             return read_again(folders, lambda: function(*args, **kwargs))
 
         return read_with_retries

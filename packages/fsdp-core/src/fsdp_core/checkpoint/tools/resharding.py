@@ -14,7 +14,7 @@ from fsdp_core.checkpoint.format.file_names import (
     file_name,
     is_ours,
     name_in_save,
-    rank_in,
+    split_off_rank,
     state_file,
     state_tensors_file,
 )
@@ -156,7 +156,7 @@ def _write(reader: TensorBytes, target: Folder, save_id: str, count: int, on_byt
             size, digest = write_sources(stream, content, on_bytes=on_bytes)
         files[name] = FileEntry(size=size, checksum=f"xxh3:{digest}")
     # Files that are not of a rank are copied as they are, under names with the new save's id.
-    new_names = {name: name_in_save(name, save_id) for name in source_manifest.files if rank_in(name) is None}
+    new_names = {name: name_in_save(name, save_id) for name in source_manifest.files if split_off_rank(name) is None}
     new_names[source_manifest.state_file] = state_file(save_id)
     if source_manifest.state_tensors is not None:
         new_names[source_manifest.state_tensors] = state_tensors_file(save_id)

@@ -27,8 +27,8 @@ EXACT_RESUME_KEY = "fsdp_core"
 class ExactResume(Feature):
     """Lets a run that resumes from a checkpoint do what the run that saved it did next.
 
-    A validation leaves the random state as it was, so that training draws the same numbers with and without it: on
-    resuming, Lightning skips the validation that would follow the batch after which a checkpoint was saved.
+    A validation leaves the random state as it was: if a checkpoint was saved between a batch and its validation,
+    Lightning skips that validation on resuming, and training must draw the same numbers without it.
 
     The random state of a checkpoint is set twice. First before iterators of the loaders are created, since an iterator
     draws the seed of its workers and possibly of its order. Then again after everything that draws as a fit begins,
@@ -48,6 +48,7 @@ class ExactResume(Feature):
         self._saved_gradients: Mapping[str, Any] | None = None
         #: Whether the random state was set, and iterators that draw from it may have been created since.
         self._is_set_for_iterators = False
+        #: The random state that these iterators have left; ``None`` if there were none.
         self._state_after_iterators: dict[str, Any] | None = None
         self._state_before_validation: dict[str, Any] | None = None
         #: The optimizers that have not stepped since the last backward pass.
@@ -81,7 +82,7 @@ class ExactResume(Feature):
         """Lightning's checkpoint dict with the positions of all ranks' training loaders. All ranks must call it."""
         return self._loaders.save(checkpoint, trainer, self._runtime)
 
-    def own_positions(self, saved: dict[str, Any], trainer: pl.Trainer) -> dict[str, Any]:
+    def place_own_positions(self, saved: dict[str, Any], trainer: pl.Trainer) -> dict[str, Any]:
         """A saved checkpoint dict with this rank's positions where Lightning looks for them."""
         return self._loaders.load(saved, trainer, self._runtime)
 
@@ -92,7 +93,7 @@ class ExactResume(Feature):
             state: ``None`` if the checkpoint holds none.
             trainer: The Trainer.
         """
-        self._loaders.progress_restored(trainer)
+        self._loaders.begin_epoch_if_due(trainer)
         self._attempts.continue_from(state)
         self._saved_random_state = self._saved_gradients = None
         if state is not None:
@@ -176,12 +177,13 @@ class ExactResume(Feature):
         loop = trainer.fit_loop
         is_epoch_over = loop.epoch_loop.batch_progress.is_last_batch
         # Lightning runs the end of an epoch again if the checkpoint was saved in the validation after the last batch,
-        # and then creates new iterators. Otherwise the next epoch uses those that were created just now
+        # and then creates new iterators
         repeats_end_of_epoch = loop.restarted_mid_epoch and loop.epoch_loop.restarted_on_last
-        if is_epoch_over and not repeats_end_of_epoch and self._state_after_iterators is not None:
-            set_random_state(self._state_after_iterators, self._runtime)
-        else:
-            set_random_state(self._saved_random_state, self._runtime)
+        begins_epoch = is_epoch_over and not repeats_end_of_epoch
+        next_state = self._saved_random_state
+        if begins_epoch and self._state_after_iterators is not None:
+            next_state = self._state_after_iterators  # the new epoch uses the iterators that have left it
+        set_random_state(next_state, self._runtime)
         self._saved_random_state = self._state_after_iterators = None
 
     def _wrap_method(self, loop: Any, name: str, wrapper: Callable[[Callable[..., Any]], Any]) -> None:

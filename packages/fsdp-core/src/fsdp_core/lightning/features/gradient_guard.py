@@ -124,7 +124,7 @@ class GradientGuard:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """A context for library code that reads or writes pieces between two steps, such as a save."""
-        guarded = unguard_parameters(self._pieces())
+        guarded = unguard_parameters([*self._pieces(), *self._flat_parameters()])
         unguard_states(self._states())
         try:
             yield

@@ -85,7 +85,9 @@ class StepMethods:
             self._hook_into_optimizers()
         try:
             output = self._run("training_step", *args, **kwargs)
-            if not self._is_automatic:
+            if self._is_automatic:
+                strategy.sharded.end_forward()
+            else:
                 strategy.sharded.reshard()  # hooks write to shards from now on
             return output
         finally:
@@ -93,8 +95,8 @@ class StepMethods:
             if self._writes is not None:
                 self._writes.stop()
                 self._writes = None
-            self.gradient_guard.off()
-            if not self._is_automatic:
+            if not self._is_automatic:  # else hooks before the backward pass, which turns the guard off, see pieces too
+                self.gradient_guard.off()
                 self.gradient_guard.guard_parameters(between_steps=True)
 
     def evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
+from fsdp_core.device_names import VISIBILITY
 from fsdp_core.errors import ShardingError
 
-__all__ = ["check_launched"]
+__all__ = ["check_launched", "facts_of_visibility", "ranks_on_host"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,24 @@ def check_launched(environment: ClusterEnvironment | None, devices: int, num_nod
         f"{'s' * (world_size > 1)}{distribution}.\n"
         f"Write {correction}{_suggest_variables(launcher)}; or start other ranks."
     )
+
+
+def ranks_on_host() -> tuple[str, int] | None:
+    """The launcher that has started this process, and how many ranks on this host; ``None`` if none says that."""
+    for environment, launcher in _LAUNCHERS.items():
+        ranks = _read_number(launcher.ranks_variable) if environment.detect() else None
+        if ranks is not None:
+            return launcher.name, ranks
+    return None
+
+
+def facts_of_visibility(kind: str) -> dict[str, str]:
+    """The variable that hides devices of a kind, with its value, to compare between ranks of one host.
+
+    A rank takes the device of its local rank among those that it sees: two that see others could take the same one.
+    """
+    variable = VISIBILITY.get(kind)
+    return {} if variable is None else {f"environment variable {variable}": os.environ.get(variable, "not set")}
 
 
 def _read_number(variable: str) -> int | None:

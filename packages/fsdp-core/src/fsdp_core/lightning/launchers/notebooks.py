@@ -171,7 +171,7 @@ def _run_on_forked_ranks(strategy: Any, run: Callable[[], Any]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "result")
         context = start_processes(
-            _run_rank, args=(run, path), nprocs=strategy.num_processes, start_method="fork", join=False
+            _run_rank, args=(strategy, run, path), nprocs=strategy.num_processes, start_method="fork", join=False
         )
         try:
             while not context.join():
@@ -188,9 +188,10 @@ def _run_on_forked_ranks(strategy: Any, run: Callable[[], Any]) -> Any:
         return torch.load(path, weights_only=False)
 
 
-def _run_rank(index: int, run: Callable[[], Any], path: str) -> None:
+def _run_rank(index: int, strategy: Any, run: Callable[[], Any], path: str) -> None:
     os.environ["LOCAL_RANK"] = str(index)
     torch.set_num_threads(1)
     result = move_data_to_device(run(), "cpu")
     if index == 0:
         torch.save(result, path)
+    strategy.runtime.stop()  # lets the device finish what other ranks wait for: no exit handler runs in a fork

@@ -90,7 +90,7 @@ class TrainingLoaders:
         self._other_loaders.add(loader)
         return copy_without_position(loader) if loader in self._training_loaders else loader
 
-    def progress_restored(self, trainer: pl.Trainer) -> None:
+    def begin_epoch_if_due(self, trainer: pl.Trainer) -> None:
         """Begin the next epoch, after Lightning has restored its loops' progress, if the last one is over."""
         if self._epoch_is_over:
             begin_an_epoch(trainer.fit_loop)

@@ -57,6 +57,12 @@ _NOTES_BY_MESSAGE = {
         "code writes in place, as timm's dispatch_clip_grad(mode='agc') does.\n"
         "Write norm.full_tensor() before, on all ranks; or clip with gradient_clip_val, or fabric.clip_gradients()."
     ),
+    **dict.fromkeys(
+        ("SyncBatchNorm expected input tensor to be on", "aten::batch_norm_stats"),
+        "fsdp-core: SyncBatchNorm, which sync_batchnorm=True of the Trainer puts in the place of batch norms, computes "
+        "by torch.batch_norm_stats and others, which torch has for GPUs, and packages for other devices may lack.\n"
+        "Leave sync_batchnorm out: each rank then normalises by its own batch; or write GroupNorm or LayerNorm.",
+    ),
     "no longer exists (was garbage collected)": (
         "fsdp-core: when a module is sharded, other parameters take the place of those that it was built with; what "
         "was made of these before, as torch_ema's ExponentialMovingAverage, has lost them.\n"

@@ -90,6 +90,7 @@ def gather_state(sharded: Sharded, prefix: str = "") -> dict[str, Any]:
             gathered[name] = gathered[first_name]
     if sharded.runtime.rank:
         return _NoWeights()
+    # without the first names of tied parameters that are outside of the part
     return {name.removeprefix(prefix): value for name, value in gathered.items() if name.startswith(prefix)}
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable
+from difflib import get_close_matches
 from functools import wraps
 from importlib import import_module
 from typing import Any
@@ -41,7 +43,9 @@ def enter_accelerator(front_end: FrontEnd) -> None:
         front_end: ``"trainer"`` or ``"fabric"``.
     """
     module, name = _CONNECTORS[front_end]
-    replace_function(getattr(import_module(module), name), "_check_config_and_set_final_flags", _wrap_check)
+    connector = getattr(import_module(module), name)
+    replace_function(connector, "_check_config_and_set_final_flags", _wrap_check)
+    replace_function(connector, "_check_and_init_precision", _silences_unused_scaler)
     device_type = _device_type_new_to_lightning()
     if device_type is None:
         return
@@ -71,6 +75,25 @@ def _wrap_check(check: Callable[..., None]) -> Callable[..., None]:
             self._accelerator_flag = device_type
 
     return mark_wrapper(check_and_resolve, check, _wrap_check)
+
+
+def _silences_unused_scaler(init_precision: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a connector's method that makes the precision plugin.
+
+    For strategies that shard, Lightning's plugin for ``"16-mixed"`` makes a scaler for torch's default device, of which
+    torch warns on another. :func:`fsdp_core.lightning.precision_plugins.read_precision` drops that scaler.
+    """
+
+    @wraps(init_precision)
+    def init_precision_quietly(self: Any, *args: Any, **kwargs: Any) -> Any:
+        sharded = sys.modules.get("fsdp_core.lightning.strategy")
+        if sharded is None or not isinstance(self.strategy, sharded.ShardedStrategy):
+            return init_precision(self, *args, **kwargs)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=r"torch\.\S+\.GradScaler is enabled, but")
+            return init_precision(self, *args, **kwargs)
+
+    return mark_wrapper(init_precision_quietly, init_precision, _silences_unused_scaler)
 
 
 def _device_type_new_to_lightning() -> str | None:
@@ -107,12 +130,30 @@ def _refuse_missing(accelerator: str) -> None:
     if accelerator in PACKAGES and accelerator != devices.accelerator_kind():
         kind = devices.accelerator_kind()
         known = "no accelerator" if kind is None else f"{kind} alone"
-        is_autoload_off = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1"
-        unset = (
-            ", and leave TORCH_DEVICE_BACKEND_AUTOLOAD out, without which torch imports it" if is_autoload_off else ""
-        )
         raise StrategyUnavailableError(
             f"accelerator={accelerator!r}: torch {torch.__version__} knows {known} in this process.\n"
             f"Install {PACKAGES[accelerator]}, which registers this kind of device with torch when it is imported and "
-            f"finds a device{unset}; or {_ALTERNATIVE.get(accelerator, '')}write accelerator='cpu'."
+            f"finds a device{_hint_of_autoload()}; or {_ALTERNATIVE.get(accelerator, '')}write accelerator='cpu'."
         )
+    known_names = {"auto", "gpu", *_names_in_lightning()}
+    if accelerator not in known_names:
+        close = get_close_matches(accelerator.lower(), {*known_names, *PACKAGES}, n=1)
+        raise StrategyUnavailableError(
+            f"accelerator={accelerator!r}: neither Lightning nor torch {torch.__version__} knows such a device here."
+            f"{f' Did you mean {close[0]!r}?' if close else ''}\n"
+            f"Known are {', '.join(sorted(known_names))}; and with packages of theirs, {', '.join(sorted(PACKAGES))}. "
+            "Write one of them; or install the package that makes torch know the device, which calls "
+            f"torch.utils.rename_privateuse1_backend({accelerator!r}), and which torch imports by an entry point of "
+            f"the group torch.backends{_hint_of_autoload()}. `fsdp doctor --device {accelerator}` tries it then."
+        )
+
+
+def _names_in_lightning() -> set[str]:
+    modules = [(sys.modules.get(module), name) for module, name in _REGISTRIES.values()]
+    return {accelerator for module, name in modules if module is not None for accelerator in getattr(module, name)}
+
+
+def _hint_of_autoload() -> str:
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":
+        return ""
+    return ", and leave TORCH_DEVICE_BACKEND_AUTOLOAD out, without which torch imports it"

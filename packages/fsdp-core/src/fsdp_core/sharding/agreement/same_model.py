@@ -43,7 +43,9 @@ def check_same(runtime: Runtime, class_name: str, facts: Mapping[str, str]) -> N
     """
     own_facts = list(facts.items())
     digest = hashlib.sha256(repr(own_facts).encode()).hexdigest()
-    if not runtime.total([digest != runtime.broadcast_object(digest)])[0]:
+    differs = digest != runtime.broadcast_object(digest)
+    (differing_ranks,) = runtime.total([differs])
+    if differing_ranks == 0:
         return
     own_difference = _difference(runtime.broadcast_object(own_facts), own_facts)
     differences_and_hosts = runtime.gather_objects((own_difference, socket.gethostname()))
@@ -51,9 +53,9 @@ def check_same(runtime: Runtime, class_name: str, facts: Mapping[str, str]) -> N
     difference, host = differences_and_hosts[first_rank]
     _, host_of_rank_0 = differences_and_hosts[0]
     host_text = f" (on {host})" if host != host_of_rank_0 else ""
-    further = f" Rank {', '.join(map(str, further_ranks))} differs from it too." if further_ranks else ""
+    further_text = f" Rank {', '.join(map(str, further_ranks))} differs from it too." if further_ranks else ""
     raise ShardingError(
-        f"rank {first_rank}{host_text} has not set up the same {class_name} as rank 0: {difference}.{further}\n"
+        f"rank {first_rank}{host_text} has not set up the same {class_name} as rank 0: {difference}.{further_text}\n"
         "Build the same model on every rank, with the same options and packages. Only the values of parameters and "
         "buffers may differ, of which rank 0's are taken."
     )
@@ -86,7 +88,7 @@ def _difference(of_rank_0: list[tuple[str, str]], own: list[tuple[str, str]]) ->
     """The first difference between this rank and rank 0; empty if there is none."""
     facts_of_rank_0, own_facts = dict(of_rank_0), dict(own)
     for (key, value), (own_key, own_value) in zip(of_rank_0, own, strict=False):
-        if own_key != key:
+        if own_key != key:  # from here on the parts are others, or in another order
             break
         if own_value != value:
             return f"its {key} is {own_value}, and rank 0's is {value}"
@@ -131,7 +133,7 @@ def describe_value(value: object) -> str:
         words = re.findall(r"[\w.]+", _ADDRESS.sub("", value))
         return " ".join(sorted(word.rpartition(".")[2] for word in words))
     if isinstance(value, float):
-        return float.__repr__(value)  # of numpy's too
+        return float.__repr__(value)  # numpy's floats have a repr of their own
     if value is None or isinstance(value, bool | int | Enum | torch.dtype | timedelta):
         return repr(value)
     if isinstance(value, Mapping):
@@ -145,8 +147,8 @@ def describe_value(value: object) -> str:
     if is_dataclass(value) and not isinstance(value, type):
         arguments = ", ".join(f"{field.name}={describe_value(getattr(value, field.name))}" for field in fields(value))
         return f"{type(value).__name__}({arguments})"
-    named = getattr(value, "__qualname__", None)
-    return named if isinstance(named, str) else f"a {type(value).__name__}"
+    qualified_name = getattr(value, "__qualname__", None)
+    return qualified_name if isinstance(qualified_name, str) else f"a {type(value).__name__}"
 
 
 def describe_error(error: Exception) -> str:

@@ -103,7 +103,9 @@ def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         name, strategy = self.__dict__[_PIECE]
         raise ShardingError(
             f"state_dict() of {type(self).__name__} can't be read while {strategy!r} has it sharded: of {name!r} it "
-            f"would hold this rank's piece, or nothing.\n{_INSTEAD}"
+            f"would hold this rank's piece, or nothing.\n{_INSTEAD} To copy weights to another module, as to a target "
+            "network, write target_parameter.copy_(parameter) for each pair of their parameters(), under "
+            "torch.no_grad() in training_step()."
         )
     return type(self).state_dict(self, *args, **kwargs)
 

@@ -28,7 +28,7 @@ from fsdp_core.testing.oracle import BATCH
 from fsdp_core.testing.pairs.dimensions import Configuration
 from fsdp_core.testing.pairs.net import CLIP, MICRO_BATCHES, batches, is_last, loss_of, new_net, optimizers
 from fsdp_core.testing.state import sharded_by
-from fsdp_core.testing.training import new_fabric, new_trainer, strategy_argument
+from fsdp_core.testing.training import new_fabric, new_trainer, scaled_precision
 
 __all__ = ["Outcome", "Piece", "Pieces", "RunRequest", "run_all"]
 
@@ -169,7 +169,7 @@ def _precision(request: RunRequest, plugin: Any) -> Any:
     precision = request.configuration["precision"]
     if precision != "16-mixed":
         return "32-true" if precision == "double" else precision
-    return plugin("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=_SCALE))
+    return scaled_precision(plugin, _SCALE)
 
 
 def _net(request: RunRequest) -> Any:
@@ -204,12 +204,7 @@ def _dtype(request: RunRequest) -> torch.dtype:
 def _under_fabric(request: RunRequest, tmp: str, outcome: Outcome) -> None:
     chosen = request.configuration
     precision = _precision(request, FabricMixedPrecision)
-    if isinstance(precision, str):
-        fabric = new_fabric(request.strategy, request.ranks, request.options[""], precision)
-    else:
-        strategy = strategy_argument(request.strategy, "fabric", request.options[""])
-        fabric = Fabric(accelerator="cpu", devices=request.ranks, strategy=strategy, plugins=precision)
-        fabric.launch()
+    fabric = new_fabric(request.strategy, request.ranks, request.options[""], precision)
     net = _net(request)
     steppers = optimizers(chosen["optimizer"], net)
     model, *wrapped = fabric.setup(net, *steppers)

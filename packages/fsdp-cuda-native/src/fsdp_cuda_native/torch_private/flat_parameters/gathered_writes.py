@@ -24,6 +24,7 @@ from fsdp_core import UnsupportedCapabilityError
 from fsdp_core.sharding import (
     GatheredValue,
     WrittenValues,
+    count_piece_writes,
     outside_of_compilation,
     times_written,
     unguard_parameters,
@@ -32,7 +33,14 @@ from fsdp_core.sharding import (
 from fsdp_core.state import gathered_modules
 from fsdp_cuda_native.flattened_parts import refuse_use_while_freed
 from fsdp_cuda_native.torch_private.flat_parameters.frozen import FrozenViews
-from fsdp_cuda_native.torch_private.flat_parameters.units import ParameterView, handle_of, is_trained, lacks_views
+from fsdp_cuda_native.torch_private.flat_parameters.resharding import write_back
+from fsdp_cuda_native.torch_private.flat_parameters.units import (
+    ParameterView,
+    handle_of,
+    is_trained,
+    lacks_views,
+    tied_members,
+)
 
 __all__ = ["GatheredWrites"]
 
@@ -54,7 +62,8 @@ class GatheredWrites:
         self._handle = handle_of(unit)
         self._values = values
         self._views: list[ParameterView] = []
-        self.frozen_views = FrozenViews(unit, self._views)  # which are appended next
+        self._last_piece_writes = 0
+        self.frozen_views = FrozenViews(unit, self._views)  # the list is filled below
         flat = self._handle.flat_param
         for index, info in enumerate(flat._param_infos):
             name = f"{names[info.module]}.{info.param_name}".removeprefix(".")
@@ -66,8 +75,9 @@ class GatheredWrites:
                     is_trained=partial(getattr, flat._params[index], "requires_grad"),
                     train=partial(_set_requires_grad, weakref.ref(self.frozen_views), index),
                 )
-                value.shard = partial(_refuse_hook, name)  # core asks for the shard to register a hook
+                value.shard = partial(_refuse_hook, name)  # core asks for it where a user registers a hook
             self._views.append(ParameterView(value, info.module, info.param_name))
+        self._tied_views = list(self._views_of_tied(unit))
         self._handle.user_names = [view.value.name for view in self._views]
         self_ref = weakref.ref(self)
         handle_ref = weakref.ref(self._handle)
@@ -75,28 +85,46 @@ class GatheredWrites:
         self._handle._use_unsharded_views = partial(_use_unsharded_views, self_ref, handle_ref)
         self._handle._use_sharded_flat_param = partial(_use_sharded_flat_param, self_ref, handle_ref)
 
+    def _views_of_tied(self, unit: FSDP) -> Iterator[tuple[ParameterView, ParameterView]]:
+        """For each further name of a tied parameter, the view there, and that under its first name."""
+        first_views = {(view.module, view.attribute): view for view in self._views}
+        for module, attribute, first_module, first_attribute in tied_members(unit):
+            first = first_views[first_module, first_attribute]
+            value = GatheredValue(f"{attribute} of {type(module).__name__}, tied to {first.value.name}")
+            yield ParameterView(value, module, attribute), first
+
     def is_of(self, unit: FSDP) -> bool:
         """Whether these are the writes to a unit's parameters."""
         return self._unit_ref() is unit
 
     def check_own(self) -> None:
         """Refuse a call with other parameters than the unit's own."""
-        params = self._handle.flat_param._params  # which modules may hold, as well as views of ours
+        params = self._handle.flat_param._params  # modules may hold these, or the views
         for index, view in enumerate(self._views):
             current = view.module._parameters.get(view.attribute)
             if params is None or current is not params[index]:
                 view.value.check_own(current)
+        for tied, first in self._tied_views:
+            allowed = first.module._parameters.get(first.attribute)
+            tied.value.check_own(tied.module._parameters.get(tied.attribute), allowed)
+
+    def write_pieces_back(self) -> None:
+        """Copy to the shard what was assigned to ``parameter.data``: FSDP1 is about to point it at the shard again."""
+        writes, unit = count_piece_writes(), self._unit_ref()
+        if writes != self._last_piece_writes and unit is not None:
+            self._last_piece_writes = writes
+            write_back(unit)
 
     def follow(self) -> None:
-        """Notice writes to the views that modules hold now instead of parameters, and detach those of frozen ones."""
+        """Notice writes to the views that modules hold now instead of parameters; detach views of frozen parameters."""
         flat = self._handle.flat_param
         times: int | None = None  # torch counts writes for the memory that all views share: read once
         for view in self._views:
             if view.attribute in view.module._parameters:
-                # FSDP1 sets an attribute too; functional_call() replaces what is in _parameters
+                # FSDP1 sets an attribute too, which would hide what functional_call() puts into _parameters
                 view.module.__dict__.pop(view.attribute, None)
             tensor = view.find()
-            # any tensor but a parameter; isinstance() of parameters takes several calls, so it is asked last
+            # any tensor but a parameter: the first two tests pass for nearly all, and isinstance() is slow
             if (
                 type(tensor) is Tensor
                 or view.is_followed(tensor)
@@ -115,7 +143,8 @@ class GatheredWrites:
     def note_writes_to_flat(self) -> None:
         """Notice what was written to the ``data`` of a gathered flat parameter that optimizers hold.
 
-        torch counts no writes to ``data``, and this is no view, which would tell that its ``data`` was read.
+        torch counts no writes to ``data``. That the ``data`` of a view was read is noted, but the flat parameter itself
+        is none: so its values are compared with the shard's.
         """
         flat = self._handle.flat_param
         if flat._params is not None or not self._handle.uses_sharded_strategy:
@@ -125,14 +154,14 @@ class GatheredWrites:
             for view in self._views:
                 view.value.note(has_changed=True)
 
-    def keep(self, *, is_counted: bool) -> None:
+    def keep(self, *, trusts_count: bool) -> None:
         """Copy to the shard what was written to gathered parameters until now.
 
         Args:
-            is_counted: Whether torch's count of writes tells. It does not after a step over the flat parameter, which
-                is counted with the writes to its views.
+            trusts_count: Whether torch's count of writes is one of the user's writes to views. After an optimizer's
+                step over the flat parameter it is not: the views have the same count.
         """
-        written_views = list(self._find_written(is_counted=is_counted))
+        written_views = list(self._find_written(trusts_count=trusts_count))
         if not written_views:
             return
         flat = self._handle.flat_param
@@ -145,19 +174,18 @@ class GatheredWrites:
             value.mark_kept(tensor)
             value.keep(part, flat._local_shard, tensor, self._values, is_counted=is_certain)
 
-    def _find_written(self, *, is_counted: bool) -> Iterator[tuple[GatheredValue, Tensor, bool]]:
-        """What was written to: the value, its view, and whether that is certain, or ``data`` was only read."""
-        times: int | None = None  # the same for all views
+    def _find_written(self, *, trusts_count: bool) -> Iterator[tuple[GatheredValue, Tensor, bool]]:
+        """Each value that was written to, or whose ``data`` was read; its view; and whether a write is certain."""
+        times: int | None = None  # torch's count, which is the same for all views
         for view in self._views:
             value = view.value
-            is_noted = value.is_noted or value.has_changed
-            # in most passes nobody writes, so most views are passed over here
-            if not is_noted and not (is_counted and (times is None or value.is_counted(times))):
+            may_be_counted = trusts_count and (times is None or value.is_counted(times))
+            if not value.is_noted and not may_be_counted:  # most views in most passes
                 continue
             tensor = view.find()
             if isinstance(tensor, Tensor) and view.is_followed(tensor):
                 times = times_written(tensor) if times is None else times
-                is_certain = value.has_changed or (is_counted and value.is_counted(times))
+                is_certain = value.has_changed or (trusts_count and value.is_counted(times))
                 if is_certain or value.is_noted:
                     yield value, tensor, is_certain
 
@@ -199,8 +227,8 @@ def _use_unsharded_views(
     assert handle is not None  # it is the caller
     training_state = handle._training_state
     if training_state == HandleTrainingState.BACKWARD_PRE and lacks_views(handle):  # FSDP1 gathers this unit ahead
-        handle._training_state = HandleTrainingState.FORWARD  # in which it makes views, instead of using those it saved
-    GatheredValue.is_data_assignable = True
+        handle._training_state = HandleTrainingState.FORWARD  # in which FSDP1 makes views: those it saved are gone
+    GatheredValue.is_data_assignable = True  # FSDP1 assigns in a backward pass, to views that it saved
     try:
         type(handle)._use_unsharded_views(handle, as_params)
     finally:
@@ -216,10 +244,11 @@ def _use_sharded_flat_param(writes_ref: weakref.ref[GatheredWrites], handle_ref:
     writes, handle = writes_ref(), handle_ref()
     assert handle is not None  # it is the caller
     if writes is not None:
-        # at other times, an optimizer's step over the flat parameter may have been counted
-        writes.keep(is_counted=handle._training_state == HandleTrainingState.FORWARD)
+        # outside of a forward pass, the count may be that of an optimizer's step over the flat parameter
+        writes.keep(trusts_count=handle._training_state == HandleTrainingState.FORWARD)
+        writes.write_pieces_back()
     if not handle._use_orig_params:
-        unguard_parameters([handle.flat_param])  # FSDP1 assigns to it; it is guarded still after an exception in a step
+        unguard_parameters([handle.flat_param])  # it is still guarded after an exception, and FSDP1 assigns to it
     type(handle)._use_sharded_flat_param(handle)
     if writes is not None and not handle._use_orig_params:
         writes.refuse_use_of_views()

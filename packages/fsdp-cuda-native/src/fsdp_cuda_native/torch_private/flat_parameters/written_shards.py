@@ -26,12 +26,12 @@ __all__ = ["count_writes", "count_writes_to_each", "refuse_written_since"]
 
 _version = attrgetter("_version")
 
-#: Whether a node's saved tensors can be read without unpacking them, which hooks may do. Not on torch 2.9.
+#: Whether a node's saved tensors can be read without unpacking them, which may run hooks. Not on torch 2.9.
 _SHOWS_SAVED = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
 
 
 def count_writes(unit: FSDP) -> int:
-    """How often the optimizer's parameters of a unit were written to, writes through ``.data`` of pieces included."""
+    """How often the parameters that optimizers hold of a unit were written to, also through their ``.data``."""
     flat = handle_of(unit).flat_param
     params = flat._params or [flat]
     with without_torch_function():
@@ -39,7 +39,7 @@ def count_writes(unit: FSDP) -> int:
 
 
 def count_writes_to_each(unit: FSDP) -> list[int]:
-    """How often each original parameter of a unit was written to, by torch's count."""
+    """How often each original parameter of a unit was written to, by torch's count alone; none if it keeps none."""
     flat = handle_of(unit).flat_param
     with without_torch_function():  # parameters may be guarded
         return list(map(_version, flat._params or ()))
@@ -80,18 +80,18 @@ def _find_saved(unit: FSDP, indices: Sequence[int]) -> list[int]:
     gathered = handle._get_padded_unsharded_flat_param() if handle.uses_sharded_strategy else flat
     storage = gathered.untyped_storage()._cdata
     offsets = handle.offsets()
-    ranges = {index: (offsets[index], offsets[index] + flat._numels[index]) for index in indices}  # of elements in it
+    ranges = {index: (offsets[index], offsets[index] + flat._numels[index]) for index in indices}  # of flat elements
     saved_indices: set[int] = set()
     for tensor in _tensors_saved_from_here():
         if tensor.layout == torch.strided and tensor.untyped_storage()._cdata == storage:
-            start = tensor.storage_offset()
-            end = start + 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-            saved_indices.update(index for index, (first, last) in ranges.items() if start < last and first < end)
+            first = tensor.storage_offset()
+            last = first + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+            saved_indices.update(index for index, (begin, end) in ranges.items() if begin <= last and first < end)
     return sorted(saved_indices)
 
 
 def _tensors_saved_from_here() -> Iterator[Tensor]:
-    """The tensors that the running autograd node has saved, and the nodes that run after it."""
+    """The tensors that are saved by the running autograd node and by the nodes that run after it."""
     nodes: list[Any] = [torch._C._current_autograd_node()]
     visited: set[Any] = set(nodes)
     while nodes:

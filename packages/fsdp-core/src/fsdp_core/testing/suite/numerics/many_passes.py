@@ -14,7 +14,6 @@ from unittest import mock
 
 import pytest
 import torch
-from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrecision
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
@@ -32,7 +31,7 @@ from fsdp_core.testing.refusals import assert_says, refusal, result_or_refusal
 from fsdp_core.testing.state import full_state, trained_by
 from fsdp_core.testing.suite.base_class import Clauses, needs_of, requires
 from fsdp_core.testing.suite.numerics.pairs import SEED
-from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, own_share, strategy_argument
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, own_share, scaled_precision
 
 __all__ = [
     "SETTINGS",
@@ -515,7 +514,7 @@ class Setting:
             plugin: The front end's plugin for mixed precision.
         """
         if self.precision == "16-mixed":
-            return {"plugins": plugin("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=_SCALE))}
+            return {"plugins": scaled_precision(plugin, _SCALE)}
         return {"precision": self.precision}
 
 
@@ -604,14 +603,8 @@ def _fit(strategy: str, tmp: str, front: str, kind: str, setting: Setting, batch
 
 
 def _fabric_fit(strategy: str, kind: str, setting: Setting, batches: int = BATCHES) -> Trained:
-    options = setting.options or None
-    if setting.precision == "16-mixed":
-        configured_strategy = strategy_argument(strategy, "fabric", options)
-        plugins = setting.precision_of(FabricMixedPrecision)
-        fabric = Fabric(accelerator="cpu", devices=setting.ranks, strategy=configured_strategy, **plugins)
-        fabric.launch()
-    else:
-        fabric = new_fabric(strategy, setting.ranks, options, setting.precision)
+    (precision,) = setting.precision_of(FabricMixedPrecision).values()
+    fabric = new_fabric(strategy, setting.ranks, setting.options or None, precision)
     net = oracle.new_net()
     _prepare(net, kind)
     model, optimizer = fabric.setup(net, oracle.momentum(net))
