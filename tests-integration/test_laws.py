@@ -123,7 +123,7 @@ def test_plugins_import_core_and_not_each_other(name: str) -> None:
 
 
 #: What stands on all others.
-ABOVE = ("huggingface", "lightning", "rehearsal")
+ABOVE = ("huggingface", "lightning", "rehearsal", "proving")
 
 #: What shards, computes and stores, between what every process needs and what stands on all others.
 MIDDLE = ("gradients", "state", "initialization", "sharding", "checkpoint")
@@ -150,7 +150,7 @@ NEVER = {
         *("checkpoint.state_dict", "checkpoint.verifying"),
     ),
     "checkpoint/**": ("plugins", "gradients", "initialization", "sharding", *ABOVE),
-    "huggingface/**": ("plugins", "gradients", "initialization", "lightning", "rehearsal"),
+    "huggingface/**": ("plugins", "gradients", "initialization", "lightning", "rehearsal", "proving"),
     "checkpoint/format/**": (
         *("checkpoint.storage", "checkpoint.tools", "checkpoint.importing"),
         *("checkpoint.saving", "checkpoint.loading", "checkpoint.planning"),
@@ -171,7 +171,8 @@ NEVER = {
         *ADAPTERS,
         *("lightning.checkpoints", "lightning.loaders", "lightning.registration", "lightning.features"),
     ),
-    "rehearsal/**": ("checkpoint", "huggingface", "initialization", "watch"),
+    "rehearsal/**": ("checkpoint", "huggingface", "initialization", "watch", "proving"),
+    "proving/**": ("checkpoint", "gradients", "huggingface", "initialization", "watch"),
     "doctor/**": (*MIDDLE, *ABOVE),
     "cli/**": ("gradients", "state", "initialization", "sharding"),
 }
@@ -257,10 +258,9 @@ def test_plugins_import_public_modules_of_core(name: str) -> None:
     assert deep == {}
 
 
-def test_in_core_only_the_front_ends_and_what_rehearses_them_know_lightning() -> None:
-    others = [
-        path for path in CORE_WITHOUT_TESTING if path.relative_to(CORE).parts[0] not in ("lightning", "rehearsal")
-    ]
+def test_in_core_only_the_front_ends_and_what_tries_them_know_lightning() -> None:
+    knowing = ("lightning", "rehearsal", "proving")
+    others = [path for path in CORE_WITHOUT_TESTING if path.relative_to(CORE).parts[0] not in knowing]
     assert imports_within(others, *LIGHTNING) == {}
 
 

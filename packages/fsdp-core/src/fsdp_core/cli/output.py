@@ -15,7 +15,27 @@ from fsdp_core.errors import printable
 
 _MAX_ALIGNED = 200  # a longer cell does not widen its column
 
-__all__ = ["clean", "format_age", "format_count", "format_size", "print_json", "print_table", "progress"]
+__all__ = [
+    "clean",
+    "format_age",
+    "format_count",
+    "format_size",
+    "print_json",
+    "print_table",
+    "progress",
+    "script_output_on_stderr",
+]
+
+
+@contextmanager
+def script_output_on_stderr() -> Iterator[None]:
+    """A context in which what a user's script prints is no part of the command's output."""
+    stdout = sys.stdout
+    sys.stdout = sys.stderr
+    try:
+        yield
+    finally:
+        sys.stdout = stdout
 
 
 def print_table(

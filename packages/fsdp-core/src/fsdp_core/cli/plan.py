@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from fsdp_core.cli.output import format_count, format_size, print_json, print_table
+from fsdp_core.cli.output import format_count, format_size, print_json, print_table, script_output_on_stderr
 
 if TYPE_CHECKING:
     from fsdp_core.rehearsal.planning import Outcome
@@ -54,6 +52,8 @@ def _read_size(ctx: click.Context, parameter: click.Parameter, text: str | None)
 @click.option("--devices", type=click.IntRange(1, 16_384), help="How many devices. Default: those that are here.")
 @click.option("--memory", metavar="SIZE", callback=_read_size, help="What each has, such as 80GiB. Default: as here.")
 @click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="The rank that is rehearsed.")
+@click.option("--plot", metavar="FILE", help="Draw the memory of a step, of the first row, as FILE: .svg, .png, .pdf.")
+@click.option("--fits", type=click.IntRange(1), default=1, show_default=True, help="How many calls of fit() to reach.")
 @click.option("--patience", default=60.0, show_default=True, help="Seconds that the first batch may take.")
 @click.option("-m", "as_module", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs to read.")
@@ -67,6 +67,8 @@ def plan(
     devices: int | None,
     memory: int | None,
     rank: int,
+    plot: str | None,
+    fits: int,
     patience: float,
     as_module: bool,
     as_json: bool,
@@ -92,12 +94,17 @@ def plan(
 
     def rehearse(fit: CaughtFit) -> None:
         candidates, without = candidates_for(devices, fit.module, fit.given.get("strategy"))
-        outcomes = [rehearse_candidate(fit, candidate, min(rank, candidate.ranks - 1)) for candidate in candidates]
+        outcomes = [
+            rehearse_candidate(fit, candidate, min(rank, candidate.ranks - 1), draws=plot is not None)
+            for candidate in candidates
+        ]
         refused.update(without)
         plans.append((fit, ranked(outcomes, memory)))
 
-    with _output_to_stderr():
-        failure = run_script(script, arguments, rehearse, patience=patience, as_module=as_module)
+    with script_output_on_stderr():
+        failure = run_script(script, arguments, rehearse, fits=fits, patience=patience, as_module=as_module)
+    if plot is not None:
+        _draw_first(plans[0][1], plot)
     if as_json:
         print_json(
             {
@@ -119,19 +126,20 @@ def plan(
     ctx.exit(0 if all(any(o.fits(memory) for o in outcomes) for _, outcomes in plans) else _NOTHING_FITS)
 
 
-@contextmanager
-def _output_to_stderr() -> Iterator[None]:
-    """A context in which what the script prints is no part of the command's output."""
-    stdout = sys.stdout
-    sys.stdout = sys.stderr
-    try:
-        yield
-    finally:
-        sys.stdout = stdout
+def _draw_first(outcomes: Sequence[Outcome], path: str) -> None:
+    """Draw the memory of the best plan, if one was made."""
+    from fsdp_core.rehearsal.picture import draw
+
+    best = outcomes[0]
+    if best.curve is not None:
+        ranks = f", one rank of {best.ranks}" if best.ranks > 1 else ""
+        draw(best.curve, f"{best.written}{ranks}", path)
 
 
 def _as_data(fit: CaughtFit, outcomes: Sequence[Outcome], memory: int) -> dict[str, Any]:
-    rows = [{**asdict(outcome), "fits": outcome.fits(memory)} for outcome in outcomes]
+    rows = [{**asdict(replace(outcome, curve=None)), "fits": outcome.fits(memory)} for outcome in outcomes]
+    for row in rows:
+        del row["curve"]
     return {"where": fit.where, "module": type(fit.module).__name__, "left_out": fit.left_out, "plans": rows}
 
 

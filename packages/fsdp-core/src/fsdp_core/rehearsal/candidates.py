@@ -15,7 +15,7 @@ from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.plugins.strategy_info import StrategyInfo
 from fsdp_core.sharding.units.wrap_policy import repeated_blocks
 
-__all__ = ["Candidate", "candidates_for"]
+__all__ = ["Candidate", "candidates_for", "option_that_keeps_gathered"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,16 +113,25 @@ def _why_not(info: StrategyInfo) -> str | None:
 
 def _option_sets(info: StrategyInfo, has_blocks: bool) -> list[dict[str, Any]]:
     """Options worth a rehearsal: gathered parameters kept for the backward pass; none kept; activations recomputed."""
-    names = {option.name for option in info.options}
-    keeps: dict[str, Any] | None = None
-    if Capability.RESHARD_AFTER_FORWARD in info.capabilities:
-        if "reshard_after_forward" in names:
-            keeps = {"reshard_after_forward": False}
-        elif "sharding_strategy" in names:
-            keeps = {"sharding_strategy": "SHARD_GRAD_OP"}
+    keeps = option_that_keeps_gathered(info)
     sets: list[dict[str, Any]] = [{}]
-    if keeps is not None:
+    if keeps:
         sets.insert(0, keeps)
     if has_blocks and Capability.ACTIVATION_CHECKPOINTING in info.capabilities:
         sets += [{"activation_checkpointing_policy": "every_2"}, {"activation_checkpointing_policy": "every_1"}]
     return sets
+
+
+def option_that_keeps_gathered(info: StrategyInfo) -> dict[str, Any]:
+    """The option by which units stay gathered between forward and backward pass; empty if a strategy has none.
+
+    Args:
+        info: The strategy.
+    """
+    names = {option.name for option in info.options}
+    if Capability.RESHARD_AFTER_FORWARD in info.capabilities:
+        if "reshard_after_forward" in names:
+            return {"reshard_after_forward": False}
+        if "sharding_strategy" in names:
+            return {"sharding_strategy": "SHARD_GRAD_OP"}
+    return {}

@@ -27,7 +27,7 @@ from fsdp_core.rehearsal.step_marks import EnoughSteps, StepMarks
 from fsdp_core.torch_private.fake_tensors import FakeCopyMode, FakeTensorMode, tree_map_only
 from fsdp_core.torch_private.tensors import is_fake
 
-__all__ = ["Rehearsal", "RehearsedRun", "rehearse_fit", "takes_part"]
+__all__ = ["Rehearsal", "RehearsedRun", "quietly", "rehearse_fit", "takes_part"]
 
 #: Lightning's callbacks that change what a step allocates.
 _OF_TRAINING: tuple[type[pl.Callback], ...] = (
@@ -102,7 +102,7 @@ def rehearse_fit(run: RehearsedRun) -> Rehearsal:
     memory = MemoryMode(reduces_in_a_copy=True)
     values = KnownValues()
     with ExitStack() as contexts:
-        contexts.enter_context(_quietly())
+        contexts.enter_context(quietly())
         if run.ranks > 1:
             contexts.enter_context(imagined_world(run.rank, run.ranks))
         contexts.enter_context(fakes_allowed(values))
@@ -219,7 +219,7 @@ class _FakeBatches:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """A context without what Lightning and torch say at the start of each run."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "fsdp_core")]
     loggers.append(logging.getLogger("torch._subclasses.fake_tensor"))

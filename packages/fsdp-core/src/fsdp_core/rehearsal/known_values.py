@@ -33,7 +33,7 @@ from fsdp_core.torch_private.fake_tensors import (
 )
 from fsdp_core.torch_private.tensors import TorchDispatchMode
 
-__all__ = ["Assumption", "KnownValues"]
+__all__ = ["Assumption", "KnownValues", "users_line"]
 
 _aten = torch.ops.aten
 
@@ -168,7 +168,7 @@ class KnownValues(TorchDispatchMode):
         Args:
             what: The assumption, in words.
         """
-        where = _users_line()
+        where = users_line()
         if where:
             self.assumptions[Assumption(what, where)] += 1
 
@@ -214,7 +214,7 @@ class KnownValues(TorchDispatchMode):
 
     def _decide(self, tensor: Tensor) -> bool:
         answer = bool(self._usual_answers.get(tensor, True))
-        where = _users_line()
+        where = users_line()
         self._times_asked[where] += 1
         if self._times_asked[where] > _SAME_ANSWERS:
             answer = bool(self._times_asked[where] % 2)
@@ -398,7 +398,7 @@ def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
 _OURS = ("torch", "lightning", "fsdp_", "contextlib", "runpy", "click")
 
 
-def _users_line() -> str:
+def users_line() -> str:
     """The innermost line on the stack that no library has; that of a library which asked, if there is none.
 
     Empty if nobody but torch, Lightning and this project is on the stack of the fit that is rehearsed.

@@ -7,7 +7,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,11 +18,12 @@ from fsdp_core.errors import first_line
 from fsdp_core.rehearsal.candidates import Candidate
 from fsdp_core.rehearsal.collectives import total_sent
 from fsdp_core.rehearsal.fit import Rehearsal, RehearsedRun, rehearse_fit
+from fsdp_core.rehearsal.picture import Curve, curve_of
 from fsdp_core.rehearsal.script import CaughtFit
 from fsdp_core.rehearsal.users_code import line_of_error
 from fsdp_core.torch_private.fake_tensors import DynamicOutputShapeException, operator_without_fake
 
-__all__ = ["Outcome", "rehearse_candidate"]
+__all__ = ["Outcome", "devices_here", "ranked", "rehearse_candidate"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,7 @@ class Outcome:
         parameters: The number of the model's parameters.
         assumptions: What was assumed of values: in words, where, and how often.
         seconds: The CPU time of the rehearsal.
+        curve: The memory over the step, if it is to be drawn.
     """
 
     written: str
@@ -60,6 +62,7 @@ class Outcome:
     parameters: int = 0
     assumptions: Sequence[tuple[str, str, int]] = ()
     seconds: float = 0.0
+    curve: Curve | None = None
 
     def fits(self, memory: int) -> bool:
         """Whether the run is rehearsed, and needs no more than so many bytes."""
@@ -95,18 +98,19 @@ def ranked(outcomes: Iterable[Outcome], memory: int) -> list[Outcome]:
     return sorted(outcomes, key=cost)
 
 
-def rehearse_candidate(fit: CaughtFit, candidate: Candidate, rank: int = 0) -> Outcome:
+def rehearse_candidate(fit: CaughtFit, candidate: Candidate, rank: int = 0, *, draws: bool = False) -> Outcome:
     """Rehearse a fit with a strategy, in a process that is forked for it.
 
     Args:
         fit: The fit, as the script has asked for it.
         candidate: The strategy.
         rank: The rank that is played.
+        draws: Whether the memory over the step is to be drawn.
     """
-    return _in_a_fork(lambda: _rehearse(fit, candidate, rank), candidate)
+    return _in_a_fork(lambda: _rehearse(fit, candidate, rank, draws), candidate)
 
 
-def _rehearse(fit: CaughtFit, candidate: Candidate, rank: int) -> Outcome:
+def _rehearse(fit: CaughtFit, candidate: Candidate, rank: int, draws: bool) -> Outcome:
     facts: dict[str, Any] = {"written": candidate.written, "strategy": candidate.strategy, "ranks": candidate.ranks}
     try:
         rehearsal = rehearse_fit(
@@ -125,7 +129,7 @@ def _rehearse(fit: CaughtFit, candidate: Candidate, rank: int) -> Outcome:
         if os.environ.get("FSDP_PLAN_TRACEBACK"):
             traceback.print_exc()
         return Outcome(**facts, error=_explain(error))
-    return _outcome(facts, rehearsal)
+    return replace(_outcome(facts, rehearsal), curve=curve_of(rehearsal.step, "cpu") if draws else None)
 
 
 def _explain(error: BaseException) -> str:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -43,21 +44,26 @@ class CaughtFit:
 
     Attributes:
         module: The module, on the CPU, as it was given.
-        batch: The first batch of its loader.
+        drawn: The first batches of its loader, as many as were asked for, or as there are.
         batches: The number of batches of an epoch; ``None`` if the loader does not say.
         datamodule: The data module, if it was given one.
         given: The Trainer's arguments, as the script has given them.
-        seconds_for_batch: How long the first batch took.
+        seconds_for_batch: How long these batches took.
         where: The file and line of the call.
     """
 
     module: pl.LightningModule
-    batch: Any
+    drawn: Sequence[Any]
     batches: int | None
     datamodule: pl.LightningDataModule | None
     given: Mapping[str, Any]
     seconds_for_batch: float
     where: str
+
+    @property
+    def batch(self) -> Any:
+        """The first batch."""
+        return self.drawn[0]
 
     @property
     def trainer_arguments(self) -> dict[str, Any]:
@@ -77,23 +83,32 @@ class CaughtFit:
         return [*names, *(["profiler"] if self.given.get("profiler") else [])]
 
 
+class _AllCaught(BaseException):
+    """Ends a script whose fits were caught. No ``except Exception`` of the script sees it."""
+
+
 def run_script(
     script: str,
     arguments: Sequence[str],
     on_fit: Callable[[CaughtFit], None],
     *,
+    fits: int = 1,
+    batches: int = 1,
     patience: float = 60.0,
     as_module: bool = False,
 ) -> str | None:
-    """Run a script in which each call of ``Trainer.fit`` calls a function in place of training.
+    """Run a script in which calls of ``Trainer.fit`` call a function in place of training.
 
-    The script goes on after a call as after a fit that has trained nothing. Its other runs of a Trainer do nothing.
+    The script ends with the last call that is asked for, so that it writes nowhere what was not trained. Until then it
+    goes on after a call as after a fit that has trained nothing, and its other runs of a Trainer do nothing.
 
     Args:
         script: The path of the script, or the name of a module.
         arguments: Its command-line arguments.
         on_fit: Is called with each fit, while the script waits.
-        patience: How many seconds the first batch of a loader may take.
+        fits: After how many calls the script ends.
+        batches: How many batches are drawn of a loader, if it has as many.
+        patience: How many seconds the first batches of a loader may take.
         as_module: Whether ``script`` is the name of a module, as for ``python -m``.
 
     Returns:
@@ -103,21 +118,25 @@ def run_script(
         ShardingError: The script ends, or raises, before it has called ``Trainer.fit``; its loader is empty, or
             takes longer; or it trains under Fabric.
     """
-    fits = 0
+    caught = 0
 
     def count(fit: CaughtFit) -> None:
-        nonlocal fits
-        fits += 1
+        nonlocal caught
+        caught += 1
         on_fit(fit)
+        if caught == fits:
+            raise _AllCaught
 
     failure: str | None = None
     cause: BaseException | None = None
-    with _fits_caught(count, patience), _as_main(script, arguments, as_module):
+    with _fits_caught(count, batches, patience), _as_main(script, arguments, as_module):
         try:
             if as_module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(script, run_name="__main__")
+        except _AllCaught:
+            pass
         except SystemExit as end:
             if end.code not in (None, 0):
                 failure, cause = f"ended with status {end.code}", end
@@ -125,7 +144,7 @@ def run_script(
             raise
         except Exception as error:
             failure, cause = f"raised {type(error).__name__}: {first_line(error)}{line_of_error(error)}", error
-    if not fits:
+    if not caught:
         raise ShardingError(_not_reached(script, failure or "ended")) from cause
     return failure
 
@@ -133,7 +152,7 @@ def run_script(
 def _not_reached(script: str, how: str) -> str:
     return (
         f"{script} {how} before it has called Trainer.fit().\n"
-        "Give the arguments with which it trains, after the script: fsdp plan train.py --config tiny.yaml. "
+        "Give the arguments with which it trains, after the script, as in train.py --config tiny.yaml. "
         "A script whose fit() stands under `if __name__ == '__main__':` is run as if it was started by python."
     )
 
@@ -150,7 +169,7 @@ def _as_main(script: str, arguments: Sequence[str], as_module: bool) -> Iterator
 
 
 @contextmanager
-def _fits_caught(on_fit: Callable[[CaughtFit], None], patience: float) -> Iterator[None]:
+def _fits_caught(on_fit: Callable[[CaughtFit], None], count: int, patience: float) -> Iterator[None]:
     """A context in which Trainers are built for one CPU, and ``fit`` hands over its arguments and returns."""
     build, fit = pl.Trainer.__init__, pl.Trainer.fit
     signature = inspect.signature(build)
@@ -184,11 +203,11 @@ def _fits_caught(on_fit: Callable[[CaughtFit], None], patience: float) -> Iterat
         module: Any = unwrap_compiled(model)
         started = time.perf_counter()
         loader = _loader_of(self, module, train_dataloaders, datamodule)
-        batch = _first_batch(loader, patience)
+        drawn = _first_batches(loader, count, patience)
         on_fit(
             CaughtFit(
                 module=module,
-                batch=batch,
+                drawn=drawn,
                 batches=_length(loader),
                 datamodule=datamodule,
                 given=vars(self)["_given_in_script"],
@@ -245,14 +264,13 @@ def _length(loader: Any) -> int | None:
         return None
 
 
-def _first_batch(loader: Any, patience: float) -> Any:
-    """The first batch of a loader, which gets some time for it."""
+def _first_batches(loader: Any, count: int, patience: float) -> list[Any]:
+    """The first batches of a loader, which gets some time for them."""
     answer: list[Any] = []
 
     def take() -> None:
         try:
-            iterator = iter(loader) if isinstance(loader, Iterable) else None
-            answer.append(next(iterator) if iterator is not None else loader)
+            answer.append(list(islice(loader, count)) if isinstance(loader, Iterable) else [loader])
         except BaseException as error:
             answer.append(error)
 
@@ -260,16 +278,18 @@ def _first_batch(loader: Any, patience: float) -> Any:
     thread.start()
     thread.join(patience)
     if not answer:
+        what = "no batch" if count == 1 else f"not the {count} batches that are needed"
         raise ShardingError(
-            f"the train loader has given no batch in {patience:g} s.\n"
-            "Let it wait longer: fsdp plan --patience 600; or plan with a loader over a few samples."
+            f"the train loader has given {what} in {patience:g} s.\n"
+            "Let it wait longer, by --patience 600; or take a loader over a few samples."
         )
-    batch = answer[0]
-    if isinstance(batch, StopIteration):
+    drawn = answer[0]
+    if isinstance(drawn, BaseException):
+        raise drawn
+    if not drawn:
         raise ShardingError(
-            "the train loader is empty, so there is nothing to rehearse a step with.\n"
+            "the train loader is empty, so there is nothing to train a step with.\n"
             "Give the script the data that it trains on, or a few samples of the same shapes."
         )
-    if isinstance(batch, BaseException):
-        raise batch
-    return batch
+    batches: list[Any] = drawn
+    return batches

@@ -1,0 +1,200 @@
+"""Why a module does not train on parts of a batch as on the whole: known causes, found by leaving each out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_core.proving.forks import Failed
+from fsdp_core.proving.runs import Difference, TrainedRun, compare_runs
+from fsdp_core.proving.training import BATCH_NORMS
+
+__all__ = ["CAUSES", "Cause", "CauseName", "Variant", "find_cause", "shares_of_ranks"]
+
+CauseName: TypeAlias = Literal["rank", "batchnorm", "buffer", "count", "sum", "rows", "unknown"]
+
+#: By name, what it means; the names are those that the command accepts.
+CAUSES: dict[CauseName, str] = {
+    "rank": "the step does something else on another rank",
+    "batchnorm": "a batch norm normalises over a rank's part of the batch",
+    "buffer": "a buffer is updated from a rank's part of the batch",
+    "count": "a mean is over a number of tokens, samples or weights that differs between ranks",
+    "sum": "the loss is a sum, and ranks average",
+    "rows": "a row's output depends on the other rows of the batch",
+    "unknown": "the loss is no mean over the rows of the batch",
+}
+
+#: How exactly the whole batch's gradient must be a weighted sum of the ranks', relative to its norm.
+_EXACTNESS = 1e-5
+
+#: How much a share must differ from another to be called another.
+_SHARE_DIFFERENCE = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """Why parts of a batch train a module otherwise than the whole one.
+
+    Attributes:
+        name: Which of :data:`CAUSES`.
+        words: What was seen.
+        remedy: What to write instead.
+    """
+
+    name: CauseName
+    words: str
+    remedy: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A run of a reference with a cause left out, or with details.
+
+    Attributes:
+        in_turn: Whether each rank is played in turn; else the batch is whole.
+        freezes_batch_norms: As in :class:`~fsdp_core.proving.training.Reference`.
+        hides_ranks: As there.
+        records_details: As there.
+    """
+
+    in_turn: bool
+    freezes_batch_norms: bool = False
+    hides_ranks: bool = False
+    records_details: bool = False
+
+
+def find_cause(
+    module: nn.Module,
+    whole: TrainedRun,
+    in_turn: TrainedRun,
+    difference: Difference,
+    train: Callable[[Sequence[Variant]], list[TrainedRun | Failed]],
+) -> Cause:
+    """Find why the two references differ.
+
+    Args:
+        module: What is trained.
+        whole: The run on whole batches.
+        in_turn: The run as each rank in turn.
+        difference: Their first difference.
+        train: Runs variants of the references.
+    """
+    variants = [
+        Variant(in_turn=True, hides_ranks=True),
+        Variant(in_turn=False, records_details=True),
+        Variant(in_turn=True, records_details=True),
+    ]
+    batch_norms = [name for name, submodule in module.named_modules() if isinstance(submodule, BATCH_NORMS)]
+    if batch_norms:
+        variants += [Variant(in_turn=turn, freezes_batch_norms=True) for turn in (False, True)]
+    runs = train(variants)
+    detailed_whole, detailed_turn = runs[1], runs[2]
+    if _agree(whole, runs[0]):
+        return Cause(
+            name="rank",
+            words=f"{CAUSES['rank']}: without self.global_rank the two are the same",
+            remedy="Let all ranks compute the same; what only one is to do, such as writing, is no part of the loss.",
+        )
+    if batch_norms and _agree(runs[3], runs[4]):
+        others = f" and {len(batch_norms) - 1} more" if len(batch_norms) > 1 else ""
+        return Cause(
+            name="batchnorm",
+            words=f"{CAUSES['batchnorm']}: {batch_norms[0]}{others}",
+            remedy="Write Trainer(sync_batchnorm=True) on GPUs, or GroupNorm in its place; or accept it: "
+            "--accept batchnorm.",
+        )
+    buffers = [name for name, step in in_turn.buffers.items() if step < difference.step]
+    if buffers:
+        return Cause(
+            name="buffer",
+            words=f"{CAUSES['buffer']}: {', '.join(buffers[:3])}, by which ranks differ before that step",
+            remedy="Update it from all ranks: self.all_gather(value).mean(0) is the mean over them.",
+        )
+    if isinstance(detailed_whole, Failed) or isinstance(detailed_turn, Failed):
+        return _unknown()
+    shares = shares_of_ranks(detailed_whole, detailed_turn, difference.step)
+    if shares is not None and min(shares) > _SHARE_DIFFERENCE:  # else some rank's rows do not count at all
+        return _cause_of_shares(shares)
+    submodule = _first_that_differs(detailed_whole, detailed_turn)
+    if submodule is not None:
+        return Cause(
+            name="rows",
+            words=f"{CAUSES['rows']}: seen first in what {submodule} returns",
+            remedy="Compute it for each row, or from the rows of all ranks: self.all_gather(x, sync_grads=True).",
+        )
+    return _unknown()
+
+
+def _agree(first: TrainedRun | Failed, second: TrainedRun | Failed) -> bool:
+    if isinstance(first, Failed) or isinstance(second, Failed):
+        return False
+    return compare_runs(first, second).agrees
+
+
+def shares_of_ranks(
+    whole: TrainedRun, in_turn: TrainedRun, step: int, parameter: str | None = None
+) -> list[float] | None:
+    """The shares of the ranks' gradients in those of a run; ``None`` if they are no weighted sum of them.
+
+    Args:
+        whole: The run.
+        in_turn: The run of each rank in turn, with details.
+        step: The optimizer step, before which the two are the same.
+        parameter: The parameter whose gradient is looked at; ``None`` for all together.
+    """
+    expected = whole.steps[step].gradients
+    of_ranks = in_turn.rank_gradients[step]
+    shapes = {name: value for gradients in (*of_ranks, expected) for name, value in gradients.items()}
+    names = [parameter] if parameter in shapes else list(shapes)
+
+    def flat(gradients: Mapping[str, Tensor]) -> Tensor:
+        parts = [gradients.get(name, torch.zeros_like(shapes[name])) for name in names]
+        return torch.cat([part.reshape(-1).double() for part in parts])
+
+    total = flat(expected)
+    columns = torch.stack([flat(gradients) for gradients in of_ranks], 1)
+    solution = torch.linalg.lstsq(columns, total[:, None]).solution
+    residual = float((columns @ solution - total[:, None]).norm())
+    if not residual <= _EXACTNESS * float(total.norm()):
+        return None
+    return [float(share) for share in solution[:, 0]]
+
+
+def _cause_of_shares(shares: Sequence[float]) -> Cause:
+    written = ", ".join(f"{round(share, 6) + 0.0:.3g}" for share in shares)
+    if max(shares) - min(shares) > _SHARE_DIFFERENCE:
+        return Cause(
+            name="count",
+            words=f"{CAUSES['count']}: ranks have shares of {written} in the whole batch, and are averaged with "
+            f"{1 / len(shares):.3g} each",
+            remedy="Divide by the number of all ranks, which average: loss = losses.sum() * self.trainer.world_size / "
+            "self.all_gather(count).sum().",
+        )
+    return Cause(
+        name="sum",
+        words=f"{CAUSES['sum']}: each has a share of {shares[0]:.3g} in the whole batch, and of {1 / len(shares):.3g} "
+        "in the average",
+        remedy="Take a mean over the batch; or multiply the loss by self.trainer.world_size.",
+    )
+
+
+def _first_that_differs(whole: TrainedRun, in_turn: TrainedRun) -> str | None:
+    """The first submodule in whose output rows differ, though those of all before it are the same."""
+    for name, output in whole.outputs.items():
+        other = in_turn.outputs.get(name)
+        if other is not None and other.shape == output.shape and not torch.allclose(output, other, rtol=1e-6):
+            return name
+    return None
+
+
+def _unknown() -> Cause:
+    return Cause(
+        name="unknown",
+        words=f"{CAUSES['unknown']}, and each submodule's output is the same",
+        remedy="Look for what training_step computes over rows: normalisations, comparisons between them, the largest "
+        "or the median.",
+    )

@@ -1,0 +1,427 @@
+"""A proof: the references of a caught fit, its strategies on real ranks, and what follows from how they differ."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from fsdp_core.errors import ShardingError, first_line
+from fsdp_core.plugins import registry
+from fsdp_core.plugins.capabilities import Capability
+from fsdp_core.proving.batches import batches_of_one_size, join_batches
+from fsdp_core.proving.causes import Cause, Variant, find_cause, shares_of_ranks
+from fsdp_core.proving.forks import Failed, call_in_forks
+from fsdp_core.proving.runs import STEPS, Comparison, Difference, TrainedRun, compare_runs
+from fsdp_core.proving.training import Reference, train_in_one_process, train_on_rank
+from fsdp_core.rehearsal.candidates import Candidate, candidates_for, option_that_keeps_gathered
+from fsdp_core.rehearsal.script import CaughtFit
+from fsdp_core.sharding.units.wrap_policy import repeated_blocks
+
+__all__ = ["ACCUMULATE", "BATCHES", "RANKS", "Proof", "Row", "Verdict", "prove_fit"]
+
+#: Real ranks of a proof.
+RANKS = 2
+
+#: Micro-batches of a rank where accumulation is tried: two stand for more.
+ACCUMULATE = 2
+
+#: Batches that a proof draws of a loader.
+BATCHES = STEPS * RANKS * ACCUMULATE
+
+#: How accumulation is called among the options of a row.
+_ACCUMULATION = "accumulate_grad_batches"
+
+Verdict: TypeAlias = Literal["same", "differs", "can't tell", "refused"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What two runs that must agree have shown, as plain data.
+
+    Attributes:
+        what: The run that was compared, in words.
+        with_what: What it was compared with, in words.
+        verdict: Whether they are the same.
+        words: What differs first, or why that can't be told.
+        worst: The largest difference of gradients, relative to the largest element of each.
+        cause: The cause's name; empty if there is none.
+        remedy: What to write instead.
+        strategy: The strategy's name, ``"script"`` for the object that the script builds; empty for the references.
+        options: The options of this row's run.
+        seconds: How long it took.
+    """
+
+    what: str
+    with_what: str
+    verdict: Verdict
+    words: str = ""
+    worst: float = 0.0
+    cause: str = ""
+    remedy: str = ""
+    strategy: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def repeated_by(self) -> str:
+        """Options of the command that repeat this row alone."""
+        if not self.strategy:
+            return "--only references"
+        words = [f"--only {self.strategy}"]
+        return " ".join(words + [f"--option '{name}={json.dumps(value)}'" for name, value in self.options.items()])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """What a proof of one fit has shown.
+
+    Attributes:
+        rows: What was compared: the references first.
+        dtype: What was computed in, such as ``"fp64"``.
+        not_run: The installed strategies that were not run, with why.
+    """
+
+    rows: Sequence[Row]
+    dtype: str
+    not_run: Mapping[str, str]
+
+    def differences(self, accepted: Sequence[str] = ()) -> list[Row]:
+        """The rows that differ, without those whose cause is accepted.
+
+        Args:
+            accepted: Names of causes.
+        """
+        return [row for row in self.rows if row.verdict == "differs" and row.cause not in accepted]
+
+    @property
+    def unclear(self) -> list[Row]:
+        """The rows that can't tell."""
+        return [row for row in self.rows if row.verdict == "can't tell"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _References:
+    whole: TrainedRun | Failed
+    whole_accumulated: TrainedRun | Failed
+    in_turn: TrainedRun | Failed
+    in_turn_accumulated: TrainedRun | Failed
+    perturbed: TrainedRun | Failed
+    seconds: float
+
+    @property
+    def stability(self) -> list[TrainedRun]:
+        """A run, and the same run with changed weights."""
+        base = self.in_turn if isinstance(self.whole, Failed) else self.whole
+        runs = [run for run in (base, self.perturbed) if isinstance(run, TrainedRun)]
+        return runs if len(runs) == 2 else []
+
+    @property
+    def random(self) -> str:
+        run = self.in_turn if isinstance(self.whole, Failed) else self.whole
+        return "" if isinstance(run, Failed) else run.random
+
+
+class _Prover:
+    """Runs references and strategies of a fit.
+
+    Args:
+        fit: What the script trains.
+        seconds: How long one run may take.
+    """
+
+    def __init__(self, fit: CaughtFit, seconds: float) -> None:
+        self.fit, self._seconds = fit, seconds
+        self._batches = batches_of_one_size(fit.drawn, BATCHES)
+        self._whole: list[Any] = []
+        self.dtype = torch.float64
+        self.cannot_join = ""
+        try:
+            self._whole = [join_batches(self._batches[i : i + RANKS]) for i in range(0, BATCHES, RANKS)]
+        except ShardingError as error:
+            self.cannot_join = first_line(error)
+
+    def run_references(self) -> _References:
+        """The references in fp64; in fp32 if an operator does not know fp64."""
+        references = self._run_references()
+        if isinstance(references.whole, Failed) and isinstance(references.in_turn, Failed):
+            self.dtype = torch.float32
+            in_single = self._run_references()
+            if isinstance(in_single.whole, TrainedRun) or isinstance(in_single.in_turn, TrainedRun):
+                return in_single
+            self.dtype = torch.float64
+        return references
+
+    def _run_references(self) -> _References:
+        started = time.monotonic()
+        is_manual = not self.fit.module.automatic_optimization
+        not_played = Failed(words="manual optimization steps by itself, so ranks can't be played in turn")
+        references: dict[str, Reference] = {}
+        if not self.cannot_join:
+            references["whole"] = self.reference(in_turn=False)
+            references["whole_accumulated"] = self.reference(in_turn=False, accumulate=ACCUMULATE)
+        if not is_manual:
+            references["in_turn"] = self.reference(in_turn=True)
+            references["in_turn_accumulated"] = self.reference(in_turn=True, accumulate=ACCUMULATE)
+        runs = dict(zip(references, self.train(list(references.values())), strict=True))
+        whole = runs.get("whole", Failed(words=self.cannot_join))
+        is_alone = isinstance(whole, TrainedRun) and whole.communicates
+        if is_alone:  # with whom, if all rows are here?
+            alone = [self.reference(in_turn=False, accumulate=n, is_alone=True) for n in (1, ACCUMULATE)]
+            whole, runs["whole_accumulated"] = self.train(alone)
+        if isinstance(whole, TrainedRun) or not is_manual:
+            in_turn = isinstance(whole, Failed)
+            changed = self.reference(in_turn=in_turn, is_alone=is_alone and not in_turn, is_perturbed=True)
+            runs["perturbed"] = self.train([changed])[0]
+        return _References(
+            whole=whole,
+            whole_accumulated=runs.get("whole_accumulated", whole),
+            in_turn=runs.get("in_turn", not_played),
+            in_turn_accumulated=runs.get("in_turn_accumulated", not_played),
+            perturbed=runs.get("perturbed", not_played),
+            seconds=time.monotonic() - started,
+        )
+
+    def train_variants(self, variants: Sequence[Variant]) -> list[TrainedRun | Failed]:
+        return self.train([self.reference(**vars(variant)) for variant in variants])
+
+    def reference(self, *, in_turn: bool, accumulate: int = 1, **rest: Any) -> Reference:
+        batches = self._batches[: STEPS * RANKS * accumulate] if in_turn else self._whole[: STEPS * accumulate]
+        return Reference(batches=batches, ranks=RANKS, in_turn=in_turn, accumulate=accumulate, dtype=self.dtype, **rest)
+
+    def train(self, references: Sequence[Reference]) -> list[TrainedRun | Failed]:
+        return self._call([partial(train_in_one_process, self.fit, reference) for reference in references])
+
+    def _call(self, trainings: Sequence[Callable[[], TrainedRun]]) -> list[TrainedRun | Failed]:
+        def as_data(training: Callable[[], TrainedRun]) -> dict[str, Any]:
+            return asdict(training())
+
+        results = call_in_forks([partial(as_data, training) for training in trainings], self._seconds)
+        return [result if isinstance(result, Failed) else TrainedRun.from_data(result) for result in results]
+
+    def run_strategy(self, candidate: Candidate, accumulate: int) -> list[TrainedRun | Failed]:
+        """The run as each of the ranks has seen it."""
+        batches = self._batches[: STEPS * RANKS * accumulate]
+        with tempfile.TemporaryDirectory(prefix="fsdp-prove-") as folder:
+            trainings: list[Callable[[], TrainedRun]] = [
+                partial(
+                    train_on_rank,
+                    self.fit,
+                    candidate,
+                    batches[rank::RANKS],
+                    accumulate=accumulate,
+                    dtype=self.dtype,
+                    rank=rank,
+                    store=str(Path(folder, "ranks")),
+                    seconds=self._seconds,
+                )
+                for rank in range(RANKS)
+            ]
+            return self._call(trainings)
+
+
+def prove_fit(
+    fit: CaughtFit,
+    *,
+    seconds: float = 120.0,
+    only: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    tell: Callable[[str], None] = lambda words: None,
+) -> Proof:
+    """Train a fit in every way that must agree, and compare.
+
+    Args:
+        fit: What the script trains, with :data:`BATCHES` batches.
+        seconds: How long one run may take.
+        only: The strategy that is tried: its name, ``"script"`` for the object that the script builds, or
+            ``"references"`` for none. ``None`` for all.
+        options: The options of that strategy; ``None`` for all sets that are worth a run.
+        tell: Is told what is run next.
+
+    Raises:
+        ShardingError: ``only`` names nothing that can be run.
+    """
+    candidates, not_run = candidates_for(RANKS, fit.module, fit.given.get("strategy"))
+    candidates = [candidate for candidate in candidates if candidate.ranks == RANKS and not candidate.options]
+    if only is not None:
+        candidates = _chosen(candidates, only, not_run)
+    prover = _Prover(fit, seconds)
+    tell("in one process")
+    references = prover.run_references()
+    rows: list[Row] = []
+    base_runs: list[TrainedRun] = []
+    for candidate in candidates:
+        has_failed: list[frozenset[str]] = []
+        option_sets = _option_sets(candidate, fit) if options is None else [dict(options)]
+        for option_set in option_sets:
+            if any(failed <= option_set.keys() for failed in has_failed):
+                continue
+            accumulate = int(option_set.get(_ACCUMULATION, 1))
+            own = {name: value for name, value in option_set.items() if name != _ACCUMULATION}
+            with_options = replace(candidate, options={**candidate.options, **own})
+            tell(_written(with_options, accumulate))
+            started = time.monotonic()
+            runs = prover.run_strategy(with_options, accumulate)
+            row = _row_of_strategy(prover, references, runs, accumulate)
+            row = replace(
+                row,
+                what=_written(with_options, accumulate),
+                strategy=_name(candidate),
+                options=option_set,
+                seconds=time.monotonic() - started,
+            )
+            rows.append(row)
+            if row.verdict != "same":
+                has_failed.append(frozenset(option_set))
+            if accumulate == 1 and isinstance(runs[0], TrainedRun):
+                base_runs.append(runs[0])
+    rows.insert(0, _row_of_references(prover, references, base_runs))
+    return Proof(rows=rows, dtype=f"fp{prover.dtype.itemsize * 8}", not_run=not_run)
+
+
+def _chosen(candidates: Sequence[Candidate], only: str, not_run: Mapping[str, str]) -> list[Candidate]:
+    chosen = [candidate for candidate in candidates if _name(candidate) == only]
+    if not chosen and only != "references":
+        names = ", ".join(map(_name, candidates))
+        why = f": {not_run[only]}" if only in not_run else ""
+        raise ShardingError(f"--only {only} names nothing that can be run{why}.\nWrite one of: references, {names}.")
+    return chosen
+
+
+def _name(candidate: Candidate) -> str:
+    """What ``--only`` calls it: ``"script"`` for the object that the script builds."""
+    return candidate.strategy if candidate.as_written is None else "script"
+
+
+def _option_sets(candidate: Candidate, fit: CaughtFit) -> Iterator[dict[str, Any]]:
+    """Sets of options, smaller ones first: none, each by itself, and each pair."""
+    axes: dict[str, Any] = {}
+    if candidate.as_written is None and candidate.strategy in registry.strategies():
+        info = registry.strategies()[candidate.strategy]
+        axes |= option_that_keeps_gathered(info)
+        if repeated_blocks(fit.module) and Capability.ACTIVATION_CHECKPOINTING in info.capabilities:
+            axes["activation_checkpointing_policy"] = "every_1"
+        if "data_parallel_replicate_size" in {option.name for option in info.options}:
+            axes["data_parallel_replicate_size"] = RANKS
+    if fit.module.automatic_optimization:
+        axes[_ACCUMULATION] = ACCUMULATE
+    for size in range(3):
+        for names in combinations(axes, size):
+            yield {name: axes[name] for name in names}
+
+
+def _written(candidate: Candidate, accumulate: int) -> str:
+    return candidate.written + (f", {_ACCUMULATION}={accumulate}" if accumulate > 1 else "")
+
+
+def _row_of_strategy(
+    prover: _Prover, references: _References, runs: Sequence[TrainedRun | Failed], accumulate: int
+) -> Row:
+    """How a strategy's run differs from the ranks in turn; or from the whole batch, if it is as that one."""
+    row = Row(what="", with_what="ranks in turn", verdict="can't tell")
+    failures = [run for run in runs if isinstance(run, Failed)]
+    if failures:
+        first = next((failure for failure in failures if failure.is_refusal), failures[0])
+        return replace(row, verdict="refused" if first.is_refusal else "can't tell", words=first.words)
+    expected = references.in_turn if accumulate == 1 else references.in_turn_accumulated
+    compared = _compare_ranks(references, expected, runs)
+    if compared is not None and compared[1].agrees:
+        return replace(row, verdict="same", worst=compared[1].worst)
+    whole = references.whole if accumulate == 1 else references.whole_accumulated
+    with_whole = _compare_ranks(references, whole, runs)
+    if with_whole is not None and with_whole[1].agrees:
+        return replace(row, with_what="whole batch", verdict="same", worst=with_whole[1].worst)
+    if compared is None:
+        assert isinstance(expected, Failed)
+        return replace(row, words=f"nothing to compare with: {expected.words}")
+    rank, comparison = compared
+    unclear = comparison.unclear
+    if not unclear and isinstance(expected, TrainedRun) and expected.communicates:
+        unclear = "the step asks the strategy to communicate, which the ranks in turn can't"
+    if not unclear and references.random:
+        unclear = f"the step draws random numbers by {references.random}"
+    if unclear:
+        return replace(row, words=unclear, worst=comparison.worst)
+    difference, run = comparison.difference, runs[rank]
+    assert difference is not None and isinstance(run, TrainedRun)
+    why = _where_gradients_are_lost(prover, run, difference, accumulate)
+    words = f"{difference.words}, on rank {rank}{': ' if why else ''}{why}"
+    return replace(row, verdict="differs", words=words, worst=comparison.worst)
+
+
+def _compare_ranks(
+    references: _References, expected: TrainedRun | Failed, runs: Sequence[TrainedRun | Failed]
+) -> tuple[int, Comparison] | None:
+    """The rank that differs first, or rank 0, and its comparison; ``None`` if there is nothing to compare with."""
+    if isinstance(expected, Failed):
+        return None
+    comparisons = [compare_runs(expected, run, references.stability) for run in runs if not isinstance(run, Failed)]
+
+    def first(rank: int) -> tuple[bool, int, bool]:
+        difference = comparisons[rank].difference
+        if difference is None:
+            return comparisons[rank].agrees, 0, False
+        return False, difference.step, difference.of == "weight"
+
+    rank = min(range(len(comparisons)), key=first)
+    return rank, comparisons[rank]
+
+
+def _where_gradients_are_lost(prover: _Prover, run: TrainedRun, difference: Difference, accumulate: int) -> str:
+    """What a strategy has made of the ranks' gradients."""
+    if difference.of == "weight":
+        return "gradients are the same, so it is the optimizer, clipping, or what is kept between steps"
+    reference = prover.reference(in_turn=True, accumulate=accumulate, records_details=True)
+    (detailed,) = prover.train([reference])
+    if isinstance(detailed, Failed):
+        return ""
+    weight = run.steps[difference.step].weights[difference.parameter]
+    enough = weight.numel() > 4 * len(detailed.rank_gradients[difference.step])
+    shares = shares_of_ranks(run, detailed, difference.step, difference.parameter if enough else None)
+    if shares is None:
+        return "it is no weighted sum of the ranks' gradients"
+    what = "ranks" if accumulate == 1 else "micro-batches of ranks"
+    written = ", ".join(f"{round(share, 6) + 0.0:.3g}" for share in shares)
+    return f"{what} have shares of {written} in it, and should have {1 / len(shares):.3g} each"
+
+
+def _row_of_references(prover: _Prover, references: _References, strategies: Sequence[TrainedRun]) -> Row:
+    row = Row(what="each rank in turn", with_what="whole batch", verdict="can't tell", seconds=references.seconds)
+    whole, in_turn = references.whole, references.in_turn
+    ranks_agree = False
+    if isinstance(whole, TrainedRun):
+        ranks_agree = any(compare_runs(whole, run, references.stability).agrees for run in strategies)
+    for run in (whole, in_turn):
+        if isinstance(run, Failed):
+            return replace(row, what="real ranks", verdict="same") if ranks_agree else replace(row, words=run.words)
+    assert isinstance(whole, TrainedRun) and isinstance(in_turn, TrainedRun)
+    comparison = compare_runs(whole, in_turn, references.stability)
+    if comparison.agrees:
+        for name, step in in_turn.buffers.items():
+            words = f"buffer {name} differs between ranks after step {step + 1}"
+            remedy = "Update it from all ranks: self.all_gather(value).mean(0) is the mean over them."
+            return replace(row, verdict="differs", words=words, cause="buffer", remedy=remedy, worst=comparison.worst)
+        return replace(row, verdict="same", worst=comparison.worst)
+    row = replace(row, worst=comparison.worst)
+    if ranks_agree:  # the step communicates by itself, which one process can't play
+        return replace(row, what="real ranks", verdict="same", worst=0.0)
+    if comparison.unclear:
+        return replace(row, words=comparison.unclear)
+    if references.random:
+        return replace(row, words=f"the step draws random numbers by {references.random}")
+    if in_turn.communicates:
+        return replace(row, words="the step asks the strategy to communicate, which the ranks in turn can't")
+    assert comparison.difference is not None
+    cause: Cause = find_cause(prover.fit.module, whole, in_turn, comparison.difference, prover.train_variants)
+    if cause.name == "batchnorm" and prover.fit.given.get("sync_batchnorm"):
+        return replace(row, words="sync_batchnorm=True makes batch norms one over all ranks, on GPUs alone")
+    words = f"{comparison.difference.words}: {cause.words}"
+    return replace(row, verdict="differs", words=words, cause=cause.name, remedy=cause.remedy)

@@ -1,0 +1,415 @@
+"""A proof: batches that are joined, runs that are compared, causes that are named, and the command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from textwrap import dedent
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from click.testing import CliRunner
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fsdp_core.cli.prove import prove
+from fsdp_core.errors import ShardingError
+from fsdp_core.proving.batches import batches_of_one_size, join_batches
+from fsdp_core.proving.forks import Failed, call_in_forks
+from fsdp_core.proving.proof import BATCHES, Row, prove_fit
+from fsdp_core.proving.runs import TrainedRun, TrainedStep, compare_runs
+from fsdp_core.rehearsal.script import CaughtFit
+from fsdp_core.testing.refusals import assert_says
+
+# -- batches -----------------------------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    name: str
+
+
+def test_batches_are_joined_by_rows() -> None:
+    first = {"x": torch.ones(2, 3), "names": ["a", "b"], "scale": 2.0, "pair": (torch.zeros(2), None)}
+    second = {"x": torch.zeros(2, 3), "names": ["c", "d"], "scale": 2.0, "pair": (torch.ones(2), None)}
+    joined = join_batches([first, second])
+    assert torch.equal(joined["x"], torch.cat([torch.ones(2, 3), torch.zeros(2, 3)]))
+    assert joined["names"] == ["a", "b", "c", "d"]
+    assert joined["scale"] == 2.0
+    assert joined["pair"][0].tolist() == [0.0, 0.0, 1.0, 1.0]
+    named = join_batches([Pair(torch.ones(1), "n"), Pair(torch.zeros(1), "n")])
+    assert isinstance(named, Pair)
+    assert named.x.tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "why"),
+    [
+        (torch.ones(2, 3), torch.ones(2, 4), "(2, 3) and (2, 4)"),
+        ({"x": torch.ones(2)}, {"y": torch.ones(2)}, "different keys"),
+        ({"epoch": 1}, {"epoch": 2}, "1 differs between them"),
+        (torch.tensor(1), torch.tensor(2), "without dimensions"),
+        ([torch.ones(2)], [torch.ones(2)] * 2, "different lengths"),
+        (object(), object(), "nothing is known of the rows of object"),
+        ([torch.ones(2)], (torch.ones(2),), "one has list"),
+    ],
+)
+def test_batches_that_can_not_be_joined(first: Any, second: Any, why: str) -> None:
+    with pytest.raises(ShardingError) as raised:
+        join_batches([first, second])
+    assert_says(str(raised.value), why, "Give the script batches")
+
+
+def test_smaller_batches_are_left_out_and_others_repeated() -> None:
+    drawn = [torch.zeros(4, 1), torch.ones(4, 1), torch.ones(2, 1)]
+    assert [int(batch[0]) for batch in batches_of_one_size(drawn, 5)] == [0, 1, 0, 1, 0]
+
+
+# -- comparisons -------------------------------------------------------------------------------------------------------
+
+
+def new_run(gradient: Mapping[str, Any], weight: Mapping[str, Any] | None = None, **facts: Any) -> TrainedRun:
+    gradients = {name: torch.tensor(values, dtype=torch.float64) for name, values in gradient.items()}
+    weights = {name: torch.tensor(values, dtype=torch.float64) for name, values in (weight or gradient).items()}
+    return TrainedRun(steps=[TrainedStep(gradients=gradients, weights=weights)], **facts)
+
+
+def test_gradients_are_compared_before_weights() -> None:
+    right = new_run({"a": [1.0, 2.0], "b": [1.0]})
+    comparison = compare_runs(right, new_run({"a": [1.0, 2.0], "b": [1.1]}, {"a": [5.0, 2.0], "b": [1.0]}))
+    assert comparison.difference is not None
+    assert comparison.difference.words == "gradient of b in step 1 by 1.0e-01 of it"
+    assert compare_runs(right, new_run({"a": [1.0, 2.0 + 1e-14], "b": [1.0]})).agrees
+
+
+def test_what_adam_makes_of_rounding_is_not_compared() -> None:
+    weights = {"bias": [0.1, 0.5], "a": [1.0, 1.0]}
+    right = new_run({"bias": [1e-18, 0.3], "a": [1.0, 1.0]}, weights)
+    other = new_run({"bias": [-1e-18, 0.3], "a": [1.0, 1.0]}, {**weights, "bias": [-0.1, 0.5]})
+    assert compare_runs(right, other).agrees
+    wrong = compare_runs(right, new_run({"bias": [1e-18, 0.3], "a": [1.0, 1.0]}, {**weights, "bias": [0.1, 0.4]}))
+    assert wrong.difference is not None
+    assert wrong.difference.of == "weight"
+
+
+def test_a_gradient_that_one_run_lacks_is_zero() -> None:
+    weights = {"a": [1.0], "b": [1.0]}
+    right = new_run({"a": [1.0]}, weights)
+    assert compare_runs(right, new_run({"a": [1.0], "b": [0.0]}, weights)).agrees
+    assert compare_runs(right, new_run({"a": [1.0], "b": [0.5]}, weights)).difference is not None
+
+
+@pytest.mark.parametrize(
+    ("right", "other", "perturbed", "why"),
+    [
+        ({"a": [float("nan")]}, {"a": [1.0]}, None, "not finite"),
+        ({"a": [1.0]}, {"a": [1.1]}, {"a": [1.5]}, "change in their 13th digit"),
+    ],
+)
+def test_what_can_not_be_told(right: Any, other: Any, perturbed: Any, why: str) -> None:
+    base = [] if perturbed is None else [new_run(right), new_run(perturbed)]
+    assert why in compare_runs(new_run(right), new_run(other), base).unclear
+
+
+def test_half_precision_can_not_be_told() -> None:
+    right = new_run({"a": [1.0]}, coarsest=torch.bfloat16)
+    assert "bfloat16" in compare_runs(right, new_run({"a": [1.01]})).unclear
+    assert compare_runs(right, new_run({"a": [1.0]})).agrees
+
+
+# -- modules -----------------------------------------------------------------------------------------------------------
+
+
+class Net(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 4))
+        self.register_buffer("center", torch.zeros(4))
+        self.calls = 0
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        return self.loss(self.net(x), y)
+
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(logits, y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Normalised(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+
+
+class CountsItsOwn(Net):
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(logits, y, ignore_index=3)
+
+
+class Sums(Net):
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(logits, y, reduction="sum")
+
+
+class Centers(Net):
+    center: Tensor
+
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(logits - self.center, y)
+        self.center = 0.9 * self.center + 0.1 * logits.detach().mean(0)
+        return loss
+
+
+class Remembers(Net):
+    center: Tensor
+
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        self.center = self.center + y.bincount(minlength=4)
+        return super().loss(logits, y)
+
+
+class AsksForItsRank(Net):
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        return super().loss(logits, y) * (1 if self.global_rank == 0 else 2)
+
+
+class WhitensRows(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+class ComparesRows(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), WhitensRows(), nn.GELU(), nn.Linear(8, 4))
+
+
+class TakesTheHardest(Net):
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(logits, y, reduction="none").max()
+
+
+class DrawsNoise(Net):
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        return super().loss(logits + torch.randn_like(logits), y)
+
+
+class AsksForSums(Net):
+    """Right, by a sum over ranks, which one process can't play."""
+
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        total = F.cross_entropy(logits, y, ignore_index=3, reduction="sum")
+        count = (y != 3).sum()
+        world_size: int = self.trainer.world_size
+        everywhere: Any = self.all_gather(count)
+        return total * world_size / everywhere.sum()
+
+
+class Drops(Net):
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        return super().loss(F.dropout(logits, 0.5, self.training), y)
+
+
+class WarmsUp(Net):
+    """Counts its own steps, and reads the number of ranks and of the batch."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.calls += 1
+        return super().training_step(batch, batch_idx) * self.calls * (1 + batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1 * self.trainer.world_size, momentum=0.9)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {
+                "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
+                "monitor": "validation",
+            },
+        }
+
+
+class Late(Net):
+    """Is built in the hook for it, and clipped."""
+
+    def __init__(self) -> None:
+        pl.LightningModule.__init__(self)
+
+    def configure_model(self) -> None:
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 4))
+
+
+class StepsByItself(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+def new_fit(module: Callable[[], pl.LightningModule], **given: Any) -> CaughtFit:
+    torch.manual_seed(0)
+    net = module()
+    drawn = [(torch.randn(4, 6), torch.randint(0, 4, (4,))) for _ in range(BATCHES)]
+    return CaughtFit(
+        module=net,
+        drawn=drawn,
+        batches=None,
+        datamodule=None,
+        given={"callbacks": [], **given},
+        seconds_for_batch=0.0,
+        where="train.py:1",
+    )
+
+
+def references(module: Callable[[], pl.LightningModule], **given: Any) -> Row:
+    return prove_fit(new_fit(module, **given), only="references").rows[0]
+
+
+#: By cause: a module that is wrong, and what is said of it.
+WRONG: dict[str, tuple[Callable[[], pl.LightningModule], str]] = {
+    "batchnorm": (Normalised, "net.1"),
+    "count": (CountsItsOwn, "are averaged with 0.5 each"),
+    "sum": (Sums, "share of 1 in the whole batch"),
+    "buffer": (Centers, "in step 2"),
+    "rank": (AsksForItsRank, "without self.global_rank"),
+    "rows": (ComparesRows, "net.1"),
+    "unknown": (TakesTheHardest, "no mean over the rows"),
+}
+
+
+@pytest.mark.parametrize("cause", WRONG)
+def test_what_is_wrong_on_ranks_is_named_with_its_cause(cause: str) -> None:
+    module, words = WRONG[cause]
+    row = references(module)
+    assert (row.verdict, row.cause) == ("differs", cause), row.words
+    assert words in row.words
+    assert row.remedy
+
+
+def test_a_buffer_that_ranks_would_save_differently() -> None:
+    row = references(Remembers)
+    assert (row.verdict, row.words) == ("differs", "buffer center differs between ranks after step 1")
+
+
+@pytest.mark.parametrize("module", [WarmsUp, Net, Drops, Late])
+def test_what_is_right_is_proven(module: Callable[[], pl.LightningModule]) -> None:
+    row = references(module, gradient_clip_val=0.1)
+    assert row.verdict == "same", row.words
+
+
+def test_random_numbers_of_a_step_can_not_be_told() -> None:
+    row = references(DrawsNoise)
+    assert row.verdict == "can't tell"
+    assert_says(row.words, "randn_like", "test_proving.py:")
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+class LosesAWeight(DDPStrategy):
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(*args, **kwargs)
+        if self.global_rank == 1:
+            assert self.lightning_module is not None
+            with torch.no_grad():
+                next(self.lightning_module.parameters()).add_(1e-6)
+        return output
+
+
+class Adds(DDPStrategy):
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(closure_loss * 2, *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"), [(LosesAWeight, "weight of net.0.weight in step 1"), (Adds, "shares of 1, 1 in it")]
+)
+def test_a_strategy_that_is_wrong_is_named(strategy: type[DDPStrategy], words: str) -> None:
+    proof = prove_fit(new_fit(Net, strategy=strategy()), only="script", options={})
+    first, second = proof.rows
+    assert (first.verdict, second.verdict) == ("same", "differs")
+    assert words in second.words
+    assert second.repeated_by == "--only script"
+
+
+@pytest.mark.parametrize("module", [AsksForSums, StepsByItself, DrawsNoise])
+def test_a_strategy_is_compared_with_what_can_be_played(module: Callable[[], pl.LightningModule]) -> None:
+    proof = prove_fit(new_fit(module), only="ddp", options={})
+    assert proof.rows[1].verdict == "same", proof.rows[1].words
+    assert not proof.differences()
+    assert proof.rows[1].with_what == ("ranks in turn" if module is DrawsNoise else "whole batch")
+
+
+def test_only_what_is_installed_is_tried() -> None:
+    with pytest.raises(ShardingError) as raised:
+        prove_fit(new_fit(Net), only="zero")
+    assert_says(str(raised.value), "--only zero names nothing", "references, ddp")
+
+
+def test_processes_that_fail_say_so() -> None:
+    def fail() -> int:
+        raise ShardingError("too small\nWrite more")
+
+    outcomes = call_in_forks([lambda: 1, fail], 60)
+    assert outcomes == [1, Failed(words=outcomes[1].words, is_refusal=True)]  # type: ignore[union-attr]
+    assert_says(outcomes[1].words, "ShardingError: too small", "test_proving.py:")  # type: ignore[union-attr]
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import lightning as L, torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+    def training_step(self, batch, batch_idx):
+        return (self.net(batch) - batch.sum(1, keepdim=True)).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+if __name__ == "__main__":
+    loader = DataLoader(torch.randn(30, 6), batch_size=4)
+    L.Trainer(max_epochs=3, logger=False).fit(Net(), loader)
+"""
+
+
+def run_prove(*words: str, status: int) -> str:
+    command = [sys.executable, "-m", "fsdp_core", "prove", *words]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert run.returncode == status, run.stdout + run.stderr
+    return run.stdout
+
+
+def test_prove_names_what_differs(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(dedent(SCRIPT))
+    proof = json.loads(
+        run_prove("--json", "--only", "ddp", "--option", "accumulate_grad_batches=2", str(path), status=3)
+    )
+    (fit,) = proof["fits"]
+    assert [(row["verdict"], row["cause"]) for row in fit["rows"]] == [("differs", "batchnorm"), ("same", "")]
+    assert fit["rows"][1]["options"] == {"accumulate_grad_batches": 2}
+    output = run_prove("--only", "references", "--accept", "batchnorm", str(path), status=0)
+    assert_says(output, "accepted", "net.1", "Proven")
+
+
+@pytest.mark.parametrize("words", [("--option", "a=1"), ("--only", "ddp", "--option", "a"), ("--accept", "luck")])
+def test_wrong_usage(words: tuple[str, ...]) -> None:
+    assert CliRunner().invoke(prove, [*words, "train.py"]).exit_code == 2
