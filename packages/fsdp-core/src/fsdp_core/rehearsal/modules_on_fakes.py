@@ -39,6 +39,7 @@ def fakes_allowed(values: KnownValues) -> Iterator[None]:
         )
         contexts.enter_context(_replaced(flat_param, "_data_ptr_allocated", lambda _: _has_bytes))
         contexts.enter_context(_replaced(DistributedDataParallel, "__init__", _with_own_reduction))
+        contexts.enter_context(_replaced(flat_param.FlatParamHandle, "_all_gather_flat_param", lambda _: _gather_flat))
         yield
 
 
@@ -111,6 +112,12 @@ def _copy_fake(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
 def _has_bytes(tensor: Tensor) -> bool:
     """Whether a fake tensor's memory is allocated: its address is always 0."""
     return tensor.untyped_storage().size() > 0
+
+
+def _gather_flat(handle: Any, gathered: Tensor) -> Tensor:
+    """Gather a unit of FSDP1 into one tensor, as on accelerators: on CPUs, torch gathers into a view for each rank."""
+    dist.all_gather_into_tensor(gathered, handle.flat_param.data, handle.process_group)
+    return gathered
 
 
 def _compare_nothing(*args: Any) -> None:
