@@ -17,6 +17,7 @@ _COMMANDS = {
     "list": ("fsdp_core.cli.strategies:list_strategies", "Show the strategies, and which can run here."),
     "describe": ("fsdp_core.cli.strategies:describe_strategy", "Show what a strategy can do, and its options."),
     "plan": ("fsdp_core.cli.plan:plan", "Show what a training script needs under each strategy, before it runs."),
+    "rehearse": ("fsdp_core.cli.rehearse:rehearse", "Show what one rank of many does, before any is started."),
     "doctor": ("fsdp_core.cli.doctor:doctor", "Look for what is broken here, for you and for bug reports."),
     "new-backend": ("fsdp_core.cli.new_backend:new_backend", "Write the skeleton of a package with a backend."),
     "checkpoint": ("fsdp_core.cli:checkpoint", "Look into checkpoints, compare and convert them."),

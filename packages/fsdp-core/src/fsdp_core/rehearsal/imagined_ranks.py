@@ -66,6 +66,8 @@ class ImaginedRuntime(ProcessGroupRuntime):
 
     Attributes:
         exchanges: What ranks have gathered, in order.
+        answers_for_first: Whether the first rank, which gathers objects and broadcasts what follows from them, is
+            imagined too: this rank then gathers them in its place.
     """
 
     is_rehearsed = True
@@ -73,6 +75,7 @@ class ImaginedRuntime(ProcessGroupRuntime):
     def __init__(self) -> None:
         super().__init__()
         self.exchanges: list[Exchange] = []
+        self.answers_for_first = False
 
     def along(self, *axes: MeshAxis) -> Runtime:
         if self.mesh.size(axes) == self.world_size:
@@ -96,7 +99,7 @@ class ImaginedRuntime(ProcessGroupRuntime):
 
     def gather_objects_to(self, obj: Any, dst: int = 0) -> list[Any] | None:
         self._note(obj, is_by_all=False)
-        return [obj] * self.world_size if self.rank == dst else None
+        return [obj] * self.world_size if self.rank == dst or self.answers_for_first else None
 
     def _note(self, obj: Any, *, is_by_all: bool) -> None:
         self.exchanges.append(Exchange(len(pickle.dumps(obj)), self.world_size, is_by_all))

@@ -18,6 +18,7 @@ from fsdp_core.checkpoint.indexes import FirstRankSummary, Index, TensorSpec, pa
 from fsdp_core.checkpoint.planning import Plan, plan_save
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.lightning.trainer_strategy import ShardedTrainerStrategy
+from fsdp_core.mesh import DATA_AXES
 from fsdp_core.rehearsal.collectives import Collective, CollectiveName, total_sent
 from fsdp_core.rehearsal.fit import RehearsedRun, rehearse_fit
 from fsdp_core.rehearsal.imagined_ranks import Exchange, ImaginedRuntime
@@ -49,7 +50,6 @@ class CheckpointPlan:
     """One rank's part of a sharded checkpoint.
 
     Attributes:
-        tensors: The number of the checkpoint's tensors.
         nbytes: The bytes that this rank writes, and reads again on as many ranks.
         boxes: The pieces of tensors that these are.
         files: The files that all ranks write.
@@ -57,7 +57,6 @@ class CheckpointPlan:
         message_nbytes: The bytes in which a rank tells the first one of its pieces.
     """
 
-    tensors: int
     nbytes: int
     boxes: int
     files: int
@@ -72,6 +71,7 @@ class RankRehearsal:
     Attributes:
         rank: The rank.
         ranks: The number of ranks.
+        data_ranks: How many of them get different batches.
         numel: The number of the model's parameters.
         peak: The moment when most bytes were live.
         operations: The operations of a step.
@@ -82,7 +82,7 @@ class RankRehearsal:
         beside: The all-reduces that are no unit's: calls and bytes sent.
         parameters: The number of parameters.
         empty_parameters: How many of them have no element on this rank; ``None`` if the backend does not say so.
-        exchanges: The objects that ranks have gathered in host memory, and how often.
+        exchanges: The objects that ranks have gathered in host memory, with how often.
         checkpoint: This rank's part of a checkpoint.
         assumptions: What was assumed of values, with how often.
         seconds: The CPU time that it took.
@@ -90,6 +90,7 @@ class RankRehearsal:
 
     rank: int
     ranks: int
+    data_ranks: int
     numel: int
     peak: Peak
     operations: int
@@ -100,7 +101,7 @@ class RankRehearsal:
     beside: tuple[int, int]
     parameters: int
     empty_parameters: int | None
-    exchanges: Mapping[Exchange, int]
+    exchanges: Counter[Exchange]
     checkpoint: CheckpointPlan
     assumptions: Mapping[Assumption, int] = field(default_factory=dict)
     seconds: float = 0.0
@@ -123,6 +124,14 @@ class RankRehearsal:
         return min((unit.ranks - unit.ranks_with_parts for unit in self.units), default=0) * (
             self.units[0].replicas if self.units else 1
         )
+
+    def ranks_without_data(self, batches: int | None) -> int:
+        """How many ranks get no batch of their own in an epoch.
+
+        Args:
+            batches: The batches of an epoch in one process; ``None`` if the loader does not say.
+        """
+        return 0 if batches is None else max(0, self.data_ranks - batches)
 
     @property
     def overflowing_units(self) -> list[str]:
@@ -156,6 +165,7 @@ def rehearse_rank(run: RehearsedRun) -> RankRehearsal:
     return RankRehearsal(
         rank=run.rank,
         ranks=run.ranks,
+        data_ranks=facts.data_ranks,
         numel=rehearsal.numel,
         peak=rehearsal.step.peak("cpu"),
         operations=facts.operations,
@@ -181,12 +191,13 @@ class _Facts:
     """What is read at the end of the last step."""
 
     plan: ShardingPlan
+    data_ranks: int
     units: Sequence[UnitTraffic]
     unchecked: str | None
     expected: Mapping[Any, Counter[str]]
     collectives: int
     operations: int
-    exchanges: Mapping[Exchange, int]
+    exchanges: Counter[Exchange]
     checkpoint: CheckpointPlan
 
 
@@ -235,10 +246,13 @@ class _WatchRank(pl.Callback):
         calls = {name: self._calls[name] for name in strategy.sharded.plan.units}
         runtime = strategy.runtime
         assert isinstance(runtime, ImaginedRuntime)
+        runtime.answers_for_first = True  # of an optimizer's state, the first rank tells the others what all have
         with strategy.step_methods.gradient_guard.paused():
             checkpoint = _plan_checkpoint(trainer, strategy.sharded, runtime)
+        runtime.answers_for_first = False
         self.facts = _Facts(
             plan=strategy.sharded.plan,
+            data_ranks=runtime.mesh.size(DATA_AXES),
             units=units,
             unchecked=unchecked,
             expected=expected_collectives(units, calls, self._batches, self._batches if syncs else 1),
@@ -310,7 +324,6 @@ def _plan_checkpoint(trainer: pl.Trainer, sharded: Sharded, runtime: ImaginedRun
     first_rank = FirstRankSummary(table_digest(specs), None)
     message = pack_message(Index(tensors=specs, boxes=boxes, files=entries), first_rank, None)
     return CheckpointPlan(
-        tensors=len(plan.stored),
         nbytes=sections.total(),
         boxes=sum(map(len, boxes)),
         files=files,
@@ -358,17 +371,3 @@ def _check_load(plan: Plan, sharded: Sharded, optimizers: Sequence[Any]) -> None
     sharded.load_model_state(nest["model"], True, check_only=True)
     for optimizer, optimizer_state in zip(optimizers, nest["optimizer"], strict=True):
         sharded.load_optimizer_state(optimizer, optimizer_state, check_only=True)
-
-
-def ranks_without_data(batches: int | None, ranks: int) -> int:
-    """How many ranks get no batch of their own in an epoch.
-
-    Args:
-        batches: The batches of an epoch in one process; ``None`` if the loader does not say.
-        ranks: The number of ranks that get different batches.
-
-    Example:
-        >>> ranks_without_data(8, 1024), ranks_without_data(None, 4), ranks_without_data(9, 4)
-        (1016, 0, 0)
-    """
-    return 0 if batches is None else max(0, ranks - batches)
