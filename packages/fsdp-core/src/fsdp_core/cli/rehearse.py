@@ -219,9 +219,9 @@ def _comparison(result: RankRehearsal) -> str:
     if result.unchecked is not None:
         return f"By formula: not known, since {result.unchecked}."
     calls, sent = result.beside
-    beside = f"; {calls:,} all-reduces beside, of {format_size(sent)}, are no unit's" if calls else ""
+    beside = f"; {_count(calls, 'all-reduce')} of {format_size(sent)} beside" if calls else ""
     if not result.differences:
-        return f"By formula: the same, for {len(result.units):,} units{beside}."
+        return f"By formula: the same, for {_count(len(result.units), 'unit')}{beside}."
     return f"By formula: other bytes{beside}."
 
 
@@ -231,6 +231,10 @@ def _describe(difference: Difference) -> str:
         f"{difference.name} of {difference.nbytes:,} bytes on {difference.ranks:,} ranks, of {units}: "
         f"{difference.expected:,} by formula, {difference.counted:,} counted"
     )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def _first_names(names: Sequence[str]) -> str:
@@ -275,6 +279,6 @@ def _lines_of_scale(fit: CaughtFit, result: RankRehearsal) -> Iterator[str]:
     if gathered:
         largest = max(gathered, key=lambda exchange: exchange.nbytes * exchange.ranks)
         yield (
-            f"  Objects gathered in host memory: {len(gathered):,} times, at most "
+            f"  Objects gathered in host memory: {_count(len(gathered), 'time')}, at most "
             f"{format_size(largest.nbytes * largest.ranks)} on {'each' if largest.is_by_all else 'one'} rank."
         )

@@ -27,6 +27,7 @@ from fsdp_core.rehearsal.memory import Peak
 from fsdp_core.rehearsal.step_marks import STEPS, StepMarks
 from fsdp_core.rehearsal.traffic import (
     Difference,
+    UnitCalls,
     UnitTraffic,
     compare_traffic,
     expected_collectives,
@@ -37,7 +38,7 @@ from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.chunks import Chunk, ChunkedTensor, chunked
 from fsdp_core.state.dtypes import dtype_name
 from fsdp_core.state.saved_tensor import SavedTensor
-from fsdp_core.torch_private.fake_tensors import tree_map_only
+from fsdp_core.torch_private.fake_tensors import tree_leaves, tree_map_only
 
 __all__ = ["CheckpointPlan", "RankRehearsal", "rehearse_rank"]
 
@@ -52,7 +53,7 @@ class CheckpointPlan:
     Attributes:
         nbytes: The bytes that this rank writes, and reads again on as many ranks.
         boxes: The pieces of tensors that these are.
-        files: The files that all ranks write.
+        files: The files that all ranks write, if optimizers have state on each that holds parameters.
         verified_files: How many of them each rank compares with their checksums in a load.
         message_nbytes: The bytes in which a rank tells the first one of its pieces.
     """
@@ -206,7 +207,7 @@ class _WatchRank(pl.Callback):
 
     def __init__(self) -> None:
         self.facts: _Facts | None = None
-        self._calls: Counter[str] = Counter()
+        self._calls: dict[str, UnitCalls] = {}
         self._batches = 0
         self._is_forward = False
         self._handles: list[Any] = []
@@ -214,11 +215,15 @@ class _WatchRank(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         sharded = _strategy_of(trainer).sharded
         for name in sharded.plan.units:
-            self._handles.append(module.get_submodule(name).register_forward_pre_hook(self._counting(name)))
+            self._handles.append(module.get_submodule(name).register_forward_hook(self._counting(name)))
 
     def _counting(self, name: str) -> Callable[..., None]:
-        def count(module: nn.Module, args: Any) -> None:
-            self._calls[name] += self._is_forward  # not where a backward pass recomputes activations
+        def count(module: nn.Module, args: Any, output: Any) -> None:
+            if self._is_forward:  # and not where a backward pass recomputes activations
+                calls = self._calls.setdefault(name, UnitCalls())
+                calls.forwards += 1
+                tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+                calls.with_gradients += any(tensor.requires_grad for tensor in tensors)
 
         return count
 
@@ -243,19 +248,19 @@ class _WatchRank(pl.Callback):
         units, unchecked = _units_of(strategy, module)
         # a common name of options; strategies without it reduce once in a step
         syncs = bool(getattr(strategy.options, "sync_each_batch", False))
-        calls = {name: self._calls[name] for name in strategy.sharded.plan.units}
         runtime = strategy.runtime
         assert isinstance(runtime, ImaginedRuntime)
         runtime.answers_for_first = True  # of an optimizer's state, the first rank tells the others what all have
         with strategy.step_methods.gradient_guard.paused():
-            checkpoint = _plan_checkpoint(trainer, strategy.sharded, runtime)
+            writers = max((unit.ranks_with_parts for unit in units), default=runtime.world_size)
+            checkpoint = _plan_checkpoint(trainer, strategy.sharded, runtime, writers)
         runtime.answers_for_first = False
         self.facts = _Facts(
             plan=strategy.sharded.plan,
             data_ranks=runtime.mesh.size(DATA_AXES),
             units=units,
             unchecked=unchecked,
-            expected=expected_collectives(units, calls, self._batches, self._batches if syncs else 1),
+            expected=expected_collectives(units, self._calls, self._batches, self._batches if syncs else 1),
             collectives=collectives,
             operations=operations,
             exchanges=Counter(runtime.exchanges),
@@ -302,8 +307,15 @@ class _NoFile:
         """Nothing to do: what is read has a shape and no values."""
 
 
-def _plan_checkpoint(trainer: pl.Trainer, sharded: Sharded, runtime: ImaginedRuntime) -> CheckpointPlan:
-    """Plan the save of this rank, and compare what a load would find with the module and its optimizers."""
+def _plan_checkpoint(trainer: pl.Trainer, sharded: Sharded, runtime: ImaginedRuntime, writers: int) -> CheckpointPlan:
+    """Plan the save of this rank, and compare what a load would find with the module and its optimizers.
+
+    Args:
+        trainer: The Trainer, whose fit has taken steps.
+        sharded: Its module.
+        runtime: The ranks.
+        writers: How many of them hold parameters.
+    """
     optimizers = trainer.optimizers
     state = {"model": sharded.model_state(), "optimizer": [sharded.optimizer_state(each) for each in optimizers]}
     state = tree_map_only((Tensor, ChunkedTensor), lambda tensor: _without_values(tensor, runtime.rank), state)
@@ -312,20 +324,22 @@ def _plan_checkpoint(trainer: pl.Trainer, sharded: Sharded, runtime: ImaginedRun
     plan = plan_save(state, kinds, aliases, runtime.rank)
     _check_load(plan, sharded, optimizers)
     boxes = _boxes_of(plan)
+    box_count = sum(map(len, boxes))
     sections: Counter[Section] = Counter()
     for key, tensor in plan.stored.items():
         if tensor.replica == 0:
             numels = (torch.Size(chunk.data.shape).numel() for chunk in tensor.chunks)
             sections[plan.section_of[key]] += sum(numels) * tensor.dtype.itemsize
-    # every rank that has something in a section writes one file of it; a state's structure is a file of its own
-    files = len(set(plan.section_of.values())) * runtime.world_size + 1 + bool(plan.tensors)
+    # each of these ranks writes a file of the model and one of its optimizers; the structure is a file of its own
+    has_state = not box_count or any(optimizer.state for optimizer in optimizers)
+    files = writers * (2 if has_state else 1) + 1
     specs = [TensorSpec(key, tensor.shape, dtype_name(tensor.dtype)) for key, tensor in plan.stored.items()]
     entries = {section: FileEntry(size=size, checksum=f"xxh3:{0:016x}") for section, size in sections.items() if size}
     first_rank = FirstRankSummary(table_digest(specs), None)
     message = pack_message(Index(tensors=specs, boxes=boxes, files=entries), first_rank, None)
     return CheckpointPlan(
         nbytes=sections.total(),
-        boxes=sum(map(len, boxes)),
+        boxes=box_count,
         files=files,
         verified_files=-(-files // runtime.world_size),
         message_nbytes=message.nbytes,
@@ -365,6 +379,8 @@ def _check_load(plan: Plan, sharded: Sharded, optimizers: Sequence[Any]) -> None
             return plan.tensors[name]
         key = plan.aliases.get(name, name)
         tensor = plan.stored[key]
+        if tensor.shape == () and plan.section_of[key] == "optimizer":
+            return 0.0  # a number of steps, which a load would read
         return SavedTensor(key=key, shape=tensor.shape, dtype=tensor.dtype, _boxes=_NoFile())
 
     nest: Any = decode(plan.plain, handle)

@@ -20,7 +20,15 @@ from fsdp_core.sharding.plan import ParameterPlan, ShardingPlan
 from fsdp_core.sharding.precision_strings import ShardPrecision
 from fsdp_core.torch_private.fsdp_units import flattens_original_parameters, ranks_after_forward
 
-__all__ = ["Difference", "UnitTraffic", "compare_traffic", "expected_collectives", "traffic_by_unit"]
+__all__ = [
+    "Difference",
+    "UnitCalls",
+    "UnitTraffic",
+    "compare_traffic",
+    "expected_collectives",
+    "ranks_with_rows",
+    "traffic_by_unit",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +47,7 @@ class UnitTraffic:
         ranks_with_parts: How many of the ranks hold at least one element.
         ranks_in_backward: The number of ranks that the gather of the backward pass is over; ``None`` if there is none.
         keeps_between_batches: Whether it stays gathered after a backward pass that reduces nothing.
+        is_flat: Whether FSDP1 has laid its parameters one after the other.
     """
 
     name: str
@@ -51,11 +60,25 @@ class UnitTraffic:
     ranks_with_parts: int = 1
     ranks_in_backward: int | None = None
     keeps_between_batches: bool = False
+    is_flat: bool = False
 
     @property
     def label(self) -> str:
         """Its name, for people."""
         return self.name or "the root"
+
+
+@dataclass(kw_only=True)
+class UnitCalls:
+    """How often a unit has run in a step.
+
+    Attributes:
+        forwards: Its forward passes.
+        with_gradients: Those whose outputs the backward pass goes through.
+    """
+
+    forwards: int = 0
+    with_gradients: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +220,7 @@ def _flat(
         # the root stays gathered until the backward pass, which begins with it
         ranks_in_backward=ranks if reshards and name else None,
         keeps_between_batches=not reshards,
+        is_flat=True,
     )
 
 
@@ -206,29 +230,39 @@ _Key = tuple[CollectiveName, int, int]
 
 
 def expected_collectives(
-    units: Iterable[UnitTraffic], calls: Mapping[str, int], batches: int, reduced_batches: int
+    units: Iterable[UnitTraffic], calls: Mapping[str, UnitCalls], batches: int, reduced_batches: int
 ) -> dict[_Key, Counter[str]]:
     """The collectives of an optimizer step: by name, bytes of a call and ranks, the number of calls of each unit.
 
     Args:
         units: How units communicate.
-        calls: How often each unit's forward pass has run in the step; without an entry, once for each micro-batch.
+        calls: How often units have run in the step, in the order in which their first forward passes ended. A unit
+            without an entry has not; the root has for each micro-batch.
         batches: The number of micro-batches.
         reduced_batches: The number of micro-batches whose gradients are reduced.
     """
     expected: dict[_Key, Counter[str]] = {}
+    successors = dict(zip(calls, [*calls][1:], strict=False))
+    of_root = UnitCalls(forwards=batches, with_gradients=batches)
 
     def add(name: CollectiveName, nbytes: int, ranks: int, unit: UnitTraffic, times: int) -> None:
         if ranks > 1 and nbytes and times:
             expected.setdefault((name, nbytes, ranks), Counter())[unit.label] += times
 
     for unit in units:
-        forwards = calls.get(unit.name, batches)
-        gathers = min(forwards, reduced_batches) if unit.keeps_between_batches else forwards
+        own = calls.get(unit.name, UnitCalls()) if unit.name else of_root
+        gathers = min(own.forwards, reduced_batches) if unit.keeps_between_batches else own.forwards
         add("all-gather", unit.gathered_nbytes, unit.ranks, unit, gathers)
         if unit.ranks_in_backward is not None:
-            add("all-gather", unit.gathered_nbytes, unit.ranks_in_backward, unit, forwards)
-        reductions = forwards if reduced_batches == batches else forwards * reduced_batches // batches
+            if unit.is_flat:  # it is freed when its gradients are complete, after the last of its calls
+                again = min(own.with_gradients, batches)
+            elif own.with_gradients:
+                again = own.forwards
+            else:  # nothing needs it in the backward pass, but it is gathered ahead where the one after it runs
+                successor = calls.get(successors.get(unit.name, ""), UnitCalls())
+                again = min(own.forwards, successor.with_gradients)
+            add("all-gather", unit.gathered_nbytes, unit.ranks_in_backward, unit, again)
+        reductions = min(own.with_gradients, reduced_batches)
         add("reduce-scatter", unit.reduced_nbytes, unit.ranks, unit, reductions)
         add("all-reduce", unit.reduced_nbytes // unit.ranks, unit.replicas, unit, reductions)
     return expected

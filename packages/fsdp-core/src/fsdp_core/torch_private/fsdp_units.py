@@ -19,9 +19,9 @@ def ranks_after_forward(unit: FSDPModule) -> int | None:
     Returns:
         The ranks; ``None`` if it stays gathered.
     """
-    state: Any = unit._get_fsdp_state()  # type: ignore[attr-defined]
-    group: Any = state._fsdp_param_group
-    info = None if group is None else group.post_forward_mesh_info
+    state: Any = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one group before torch 2.11
+    info = None if groups[0] is None else groups[0].post_forward_mesh_info
     return None if info is None else int(info.shard_mesh_size)
 
 
