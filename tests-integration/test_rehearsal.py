@@ -21,6 +21,7 @@ from fsdp_core.rehearsal.collectives import total_sent
 from fsdp_core.rehearsal.fit import RehearsedRun, rehearse_fit
 from fsdp_core.rehearsal.large_scale import RankRehearsal, rehearse_rank
 from fsdp_core.rehearsal.memory import MemoryMode, StepRecord
+from fsdp_core.rehearsal.planning import call_in_fork
 from fsdp_core.rehearsal.step_marks import StepMarks
 from fsdp_core.testing import RankPool
 from fsdp_core.testing.training import new_trainer
@@ -182,22 +183,19 @@ class NetWithFrozenBlocks(Net):
             module.requires_grad_(False)
 
 
-def rehearse_last_rank(
-    strategy: str, ranks: int, build: type[Net] = Net, options: Mapping[str, Any] | None = None, **arguments: Any
-) -> RankRehearsal:
+def rehearse_last_rank(strategy: str, ranks: int, build: type[Net] = Net, **arguments: Any) -> RankRehearsal:
     precision = arguments.pop("precision", None)
-    return rehearse_rank(
-        RehearsedRun(
-            build=build,
-            batch=new_batch(),
-            batches=4,
-            trainer_arguments=arguments,
-            strategy=Candidate(strategy=strategy, options=options or {}, ranks=ranks).build(),
-            ranks=ranks,
-            rank=ranks - 1,
-            precision=precision,
-        )
+    run = RehearsedRun(
+        build=build,
+        batch=new_batch(),
+        batches=4,
+        trainer_arguments=arguments,
+        strategy=Candidate(strategy=strategy, ranks=ranks).build(),
+        ranks=ranks,
+        rank=ranks - 1,
+        precision=precision,
     )
+    return call_in_fork(lambda: rehearse_rank(run))  # DTensor's caches know the rank of a rehearsal before
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 7])
@@ -295,4 +293,5 @@ def test_strategies_that_the_command_can_not_rehearse(tmp_path: Path, words: lis
 
 def test_a_number_of_ranks_that_the_mesh_can_not_divide_is_refused() -> None:
     with pytest.raises(UnsupportedCapabilityError, match="does not divide 7 ranks"):
-        rehearse_last_rank("fsdp2", 7, options={"data_parallel_replicate_size": 2})
+        strategy = Candidate(strategy="fsdp2", options={"data_parallel_replicate_size": 2}, ranks=7).build()
+        rehearse_rank(RehearsedRun(build=Net, batch=new_batch(), batches=4, strategy=strategy, ranks=7))
