@@ -1,20 +1,27 @@
-"""A fit that is rehearsed on fake tensors has the peak, the parts of it, and the collectives that real ranks have."""
+"""A fit that is rehearsed on fake tensors has the peak and the collectives of real ranks, and those of the formula."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from click.testing import CliRunner, Result
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fsdp_core.cli.rehearse import rehearse
+from fsdp_core.errors import FSDPError, UnsupportedCapabilityError
 from fsdp_core.rehearsal.candidates import Candidate
 from fsdp_core.rehearsal.collectives import total_sent
 from fsdp_core.rehearsal.fit import RehearsedRun, rehearse_fit
+from fsdp_core.rehearsal.large_scale import RankRehearsal, rehearse_rank
 from fsdp_core.rehearsal.memory import MemoryMode, StepRecord
+from fsdp_core.rehearsal.planning import call_in_fork
 from fsdp_core.rehearsal.step_marks import StepMarks
 from fsdp_core.testing import RankPool
 from fsdp_core.testing.training import new_trainer
@@ -152,3 +159,139 @@ def test_a_rehearsal_has_the_peak_and_the_collectives_of_real_ranks(name: str, o
         difference = contents.get(content, 0) - real_contents.get(content, 0)
         assert abs(difference) <= PEAK_TOLERANCE * real_peak, content
     assert not rehearsal.assumptions  # the mask follows from the batch
+
+
+# -- one rank of many --------------------------------------------------------------------------------------------------
+
+
+class NetWithRepeatedBlock(Net):
+    """Its second block runs twice, and its third not at all."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.embedding(batch)
+        for index in (0, 1, 1):
+            x = self.blocks[index](x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch.flatten())
+
+
+class NetWithFrozenBlocks(Net):
+    """The backward pass ends before its first block, and goes through its last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module in (self.embedding, self.blocks[0], self.blocks[2]):
+            module.requires_grad_(False)
+
+
+def rehearse_last_rank(strategy: str, ranks: int, build: type[Net] = Net, **arguments: Any) -> RankRehearsal:
+    precision = arguments.pop("precision", None)
+    run = RehearsedRun(
+        build=build,
+        batch=new_batch(),
+        batches=4,
+        trainer_arguments=arguments,
+        strategy=Candidate(strategy=strategy, ranks=ranks).build(),
+        ranks=ranks,
+        rank=ranks - 1,
+        precision=precision,
+    )
+    return call_in_fork(lambda: rehearse_rank(run))  # DTensor's caches know the rank of a rehearsal before
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7])
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp_native"])
+def test_the_bytes_of_a_step_are_those_of_the_formula(strategy: str, ranks: int) -> None:
+    rehearsal = rehearse_last_rank(
+        strategy, ranks, precision="bf16-mixed", accumulate_grad_batches=2, gradient_clip_val=0.1
+    )
+    assert rehearsal.unchecked is None
+    assert rehearsal.differences == []
+    assert {unit.label for unit in rehearsal.units} == {"blocks.0", "blocks.1", "blocks.2", "the root"}
+    calls, sent = rehearsal.collectives["reduce-scatter"]
+    assert calls == 4  # of each unit, once in two micro-batches
+    assert sent == sum(unit.reduced_nbytes // ranks for unit in rehearsal.units) * (ranks - 1)
+    assert rehearsal.collectives["all-gather"][0] >= 8
+    assert rehearsal.beside[0] == 1  # the norm
+
+
+@pytest.mark.parametrize("build", [NetWithRepeatedBlock, NetWithFrozenBlocks])
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp_native"])
+def test_the_formula_follows_units_that_run_twice_or_are_frozen(strategy: str, build: type[Net]) -> None:
+    assert rehearse_last_rank(strategy, 3, build).differences == []
+
+
+def test_what_only_many_ranks_show() -> None:
+    rehearsal = rehearse_last_rank("fsdp2", 512)
+    assert rehearsal.padding_ratio > 4  # 63 rows are padded to 512
+    assert rehearsal.empty_parameters == rehearsal.parameters
+    assert rehearsal.ranks_without_parameters == 512 - 2 * WIDTH
+    assert rehearsal.ranks_without_data(4) == 508
+    assert rehearsal.checkpoint.nbytes == rehearsal.checkpoint.boxes == 0
+    assert rehearsal.checkpoint.files == 2 * 2 * WIDTH + 1
+
+
+def test_a_rank_plans_what_it_saves_and_loads() -> None:
+    rehearsals = [rehearse_last_rank(strategy, 2) for strategy in ("fsdp2", "fsdp_native")]
+    numel = rehearsals[0].numel
+    for rehearsal in rehearsals:  # half of the weights and of two moments
+        assert rehearsal.checkpoint.nbytes == pytest.approx(3 * 4 * numel / 2, rel=0.02)
+
+
+SCRIPT = """
+import sys
+import lightning as L, torch
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(8, 6)
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).sum()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+if __name__ == "__main__":
+    loader = torch.utils.data.DataLoader(torch.ones(8, 8), batch_size=4)
+    L.Trainer(strategy=sys.argv[1], devices=2, logger=False).fit(Net(), loader)
+"""
+
+
+def run_rehearse(tmp_path: Path, *words: str, strategy: str = "fsdp2") -> Result:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return CliRunner().invoke(rehearse, [*words, str(path), strategy])
+
+
+def test_the_command_rehearses_a_script(tmp_path: Path) -> None:
+    run = run_rehearse(tmp_path, "--ranks", "16", "--json")
+    assert run.exit_code == 0, run.output
+    (fit,) = json.loads(run.stdout)["fits"]
+    assert (fit["strategy"], fit["rank"], fit["differences"]) == ("fsdp2", 15, [])
+    assert fit["collectives"]["all-gather"] == {"calls": 1, "sent": 4 * (16 * 8 + 16) * 15 // 16}
+    assert fit["ranks_without_parameters"] == 10
+
+
+def test_the_command_says_what_many_ranks_show(tmp_path: Path) -> None:
+    run = run_rehearse(tmp_path, "--ranks", "16", "--rank", "0", "--strategy", "fsdp_native", strategy="auto")
+    for part in ("rank 0 of 16", "By formula: the same", "have none of their own", "Grows with"):
+        assert part in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ([], ["strategy='auto'", "--strategy NAME", "fsdp_native"]),
+        (["--strategy", "fsdp3"], ["no strategy named 'fsdp3'", "Installed:"]),
+    ],
+)
+def test_strategies_that_the_command_can_not_rehearse(tmp_path: Path, words: list[str], parts: list[str]) -> None:
+    run = run_rehearse(tmp_path, "--ranks", "4", *words, strategy="auto")
+    assert isinstance(run.exception, FSDPError)  # whose words the command `fsdp` prints
+    for part in parts:
+        assert part in str(run.exception)
+
+
+def test_a_number_of_ranks_that_the_mesh_can_not_divide_is_refused() -> None:
+    with pytest.raises(UnsupportedCapabilityError, match="does not divide 7 ranks"):
+        strategy = Candidate(strategy="fsdp2", options={"data_parallel_replicate_size": 2}, ranks=7).build()
+        rehearse_rank(RehearsedRun(build=Net, batch=new_batch(), batches=4, strategy=strategy, ranks=7))

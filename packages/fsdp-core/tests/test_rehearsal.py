@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_core.cli import fsdp
 from fsdp_core.cli.plan import parse_size
+from fsdp_core.cli.rehearse import rehearse
 from fsdp_core.errors import ShardingError
 from fsdp_core.rehearsal.candidates import Candidate
 from fsdp_core.rehearsal.collectives import Collective, total_sent
@@ -25,6 +26,7 @@ from fsdp_core.rehearsal.known_values import KnownValues
 from fsdp_core.rehearsal.memory import MemoryMode
 from fsdp_core.rehearsal.planning import Outcome, ranked, rehearse_candidate
 from fsdp_core.rehearsal.script import CaughtFit, run_script
+from fsdp_core.rehearsal.traffic import UnitCalls, UnitTraffic, compare_traffic, expected_collectives
 from fsdp_core.testing.refusals import assert_says
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -59,6 +61,55 @@ def test_bytes_that_a_rank_sends(name: Any, sent: int) -> None:
     one = Collective(name, nbytes=100, ranks=4, device="cpu")
     assert total_sent([one, one]) == {name: (2, 2 * sent)}
     assert Collective(name, nbytes=100, ranks=1, device="cpu").sent == 0
+
+
+# -- the formula -------------------------------------------------------------------------------------------------------
+
+
+def test_a_difference_from_the_formula_is_told_with_the_unit() -> None:
+    unit = UnitTraffic(
+        name="block", numel=10, gathered_numel=12, gathered_nbytes=48, reduced_nbytes=24, ranks=4, ranks_in_backward=4
+    )
+    root = UnitTraffic(name="", numel=3, gathered_numel=4, gathered_nbytes=16, reduced_nbytes=0, ranks=4)
+    expected = expected_collectives([unit, root], {"block": UnitCalls(forwards=2, with_gradients=2)}, 2, 1)
+    assert expected == {
+        ("all-gather", 48, 4): {"block": 4},
+        ("reduce-scatter", 24, 4): {"block": 1},
+        ("all-gather", 16, 4): {"the root": 2},
+    }
+    counted = [
+        *[Collective("all-gather", nbytes=48, ranks=4, device="cpu")] * 3,
+        *[Collective("all-gather", nbytes=16, ranks=4, device="cpu")] * 2,
+        Collective("reduce-scatter", nbytes=24, ranks=4, device="cpu"),
+        Collective("reduce-scatter", nbytes=99, ranks=4, device="cpu"),
+        Collective("all-reduce", nbytes=4, ranks=4, device="cpu"),
+        Collective("all-gather", nbytes=4, ranks=1, device="cpu"),
+    ]
+    differences, beside = compare_traffic(expected, counted)
+    assert [(d.name, d.units, d.expected, d.counted) for d in differences] == [
+        ("all-gather", ("block",), 4, 3),
+        ("reduce-scatter", (), 0, 1),
+    ]
+    assert [collective.name for collective in beside] == ["all-reduce"]
+
+
+def test_units_that_stay_gathered_between_batches_and_replicas() -> None:
+    unit = UnitTraffic(
+        name="",
+        numel=4,
+        gathered_numel=4,
+        gathered_nbytes=16,
+        reduced_nbytes=16,
+        ranks=2,
+        replicas=3,
+        keeps_between_batches=True,
+        is_flat=True,
+    )
+    assert expected_collectives([unit], {}, 4, 1) == {
+        ("all-gather", 16, 2): {"the root": 1},
+        ("reduce-scatter", 16, 2): {"the root": 1},
+        ("all-reduce", 8, 3): {"the root": 1},
+    }
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -347,6 +398,12 @@ def test_plan_shows_what_a_script_needs(tmp_path: Path) -> None:
 def test_plan_says_if_nothing_fits(tmp_path: Path) -> None:
     output = run_plan("--memory", "1kB", written(tmp_path, SCRIPT), "4", status=3)
     assert_says(output, "Nothing fits", "accumulate_grad_batches", 'strategy="auto"')
+
+
+def test_rehearse_refuses_a_rank_that_is_none(tmp_path: Path) -> None:
+    run = CliRunner().invoke(rehearse, ["--ranks", "4", "--rank", "4", written(tmp_path, SCRIPT)])
+    assert run.exit_code == 2
+    assert_says(run.output, "--rank 4 is none of 4 ranks")
 
 
 @pytest.mark.parametrize(("text", "size"), [("80GiB", 80 * 2**30), ("1.5 kB", 1500), ("7", 7)])

@@ -18,6 +18,7 @@ _COMMANDS = {
     "describe": ("fsdp_core.cli.strategies:describe_strategy", "Show what a strategy can do, and its options."),
     "plan": ("fsdp_core.cli.plan:plan", "Show what a training script needs under each strategy, before it runs."),
     "prove": ("fsdp_core.cli.prove:prove", "Show whether a training script trains on ranks as in one process."),
+    "rehearse": ("fsdp_core.cli.rehearse:rehearse", "Show what one rank of many does, before any is started."),
     "doctor": ("fsdp_core.cli.doctor:doctor", "Look for what is broken here, for you and for bug reports."),
     "new-backend": ("fsdp_core.cli.new_backend:new_backend", "Write the skeleton of a package with a backend."),
     "checkpoint": ("fsdp_core.cli:checkpoint", "Look into checkpoints, compare and convert them."),

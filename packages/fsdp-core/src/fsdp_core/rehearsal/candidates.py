@@ -15,7 +15,7 @@ from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.plugins.strategy_info import StrategyInfo
 from fsdp_core.sharding.units.wrap_policy import repeated_blocks
 
-__all__ = ["Candidate", "candidates_for", "option_that_keeps_gathered"]
+__all__ = ["Candidate", "candidates_for", "option_that_keeps_gathered", "why_not_rehearsed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ def candidates_for(ranks: int, module: nn.Module, written: object = None) -> tup
     candidates.append(Candidate(strategy="ddp", ranks=ranks))
     has_blocks = bool(repeated_blocks(module))
     for info in _distinct_strategies():
-        why = _why_not(info)
+        why = why_not_rehearsed(info)
         if why is None:
             option_sets = _option_sets(info, has_blocks)
             candidates += [Candidate(strategy=info.name, options=options, ranks=ranks) for options in option_sets]
@@ -104,8 +104,12 @@ def _distinct_strategies() -> list[StrategyInfo]:
     return [info for info in infos if not any(is_another(info, other) for other in infos)]
 
 
-def _why_not(info: StrategyInfo) -> str | None:
-    """Why a strategy is not rehearsed; ``None`` if it is."""
+def why_not_rehearsed(info: StrategyInfo) -> str | None:
+    """Why a strategy is not rehearsed; ``None`` if it is.
+
+    Args:
+        info: The strategy.
+    """
     if ANY_ACCELERATOR not in info.accelerators and "cpu" not in info.accelerators:
         return "it records what it computes for a compiler, which a rehearsal does not run"
     return registry.unavailable(info.name)

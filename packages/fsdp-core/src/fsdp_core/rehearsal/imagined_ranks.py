@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from fsdp_core.mesh import MeshAxis
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.torch_private.fake_tensors import register_fake_backend
 
-__all__ = ["ImaginedEnvironment", "ImaginedRuntime", "imagined_world"]
+__all__ = ["Exchange", "ImaginedEnvironment", "ImaginedRuntime", "imagined_world"]
 
 
 @contextmanager
@@ -44,10 +46,36 @@ def imagined_world(rank: int, world_size: int) -> Iterator[None]:
             dist.destroy_process_group()
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """Objects that ranks give each other in host memory.
+
+    Attributes:
+        nbytes: The bytes of one rank's object.
+        ranks: The number of ranks whose objects a rank receives.
+        is_by_all: Whether all ranks receive them, and not only one.
+    """
+
+    nbytes: int
+    ranks: int
+    is_by_all: bool
+
+
 class ImaginedRuntime(ProcessGroupRuntime):
-    """A rank whose peers say what it says: objects that are exchanged are its own."""
+    """A rank whose peers say what it says: objects that are exchanged are its own.
+
+    Attributes:
+        exchanges: What ranks have gathered, in order.
+        answers_for_first: Whether the first rank, which gathers objects and broadcasts what follows from them, is
+            imagined too: this rank then gathers them in its place.
+    """
 
     is_rehearsed = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exchanges: list[Exchange] = []
+        self.answers_for_first = False
 
     def along(self, *axes: MeshAxis) -> Runtime:
         if self.mesh.size(axes) == self.world_size:
@@ -55,6 +83,7 @@ class ImaginedRuntime(ProcessGroupRuntime):
         key = self.mesh, tuple(axis for axis in axes if self.mesh.size((axis,)) > 1)
         if key not in self._along:
             peers = ImaginedRuntime()
+            peers.exchanges = self.exchanges
             peers.local_rank, peers.device = self.local_rank, self.device
             peers.rank, peers.world_size = self.mesh.coordinate(self.rank, axes), self.mesh.size(axes)
             peers._group = dist.new_group(list(self.mesh.peers(self.rank, axes)))
@@ -65,10 +94,15 @@ class ImaginedRuntime(ProcessGroupRuntime):
         return obj
 
     def gather_objects(self, obj: Any) -> list[Any]:
+        self._note(obj, is_by_all=True)
         return [obj] * self.world_size
 
     def gather_objects_to(self, obj: Any, dst: int = 0) -> list[Any] | None:
-        return [obj] * self.world_size if self.rank == dst else None
+        self._note(obj, is_by_all=False)
+        return [obj] * self.world_size if self.rank == dst or self.answers_for_first else None
+
+    def _note(self, obj: Any, *, is_by_all: bool) -> None:
+        self.exchanges.append(Exchange(len(pickle.dumps(obj)), self.world_size, is_by_all))
 
     def total(self, numbers: Sequence[int]) -> list[int]:
         return [int(number) * self.world_size for number in numbers]

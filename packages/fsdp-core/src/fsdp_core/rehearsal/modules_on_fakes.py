@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel, distributed
 
 from fsdp_core.rehearsal.known_values import KnownValues
-from fsdp_core.torch_private.fake_tensors import FakeTensor, flat_param, no_dispatch, tree_map_only
+from fsdp_core.torch_private.fake_tensors import FakeTensor, flat_param, fsdp_runtime, no_dispatch, tree_map_only
 
 __all__ = ["fakes_allowed"]
 
@@ -39,6 +40,9 @@ def fakes_allowed(values: KnownValues) -> Iterator[None]:
         )
         contexts.enter_context(_replaced(flat_param, "_data_ptr_allocated", lambda _: _has_bytes))
         contexts.enter_context(_replaced(DistributedDataParallel, "__init__", _with_own_reduction))
+        contexts.enter_context(_replaced(flat_param.FlatParamHandle, "_all_gather_flat_param", lambda _: _gather_flat))
+        contexts.enter_context(_replaced(flat_param.FlatParamHandle, "_get_unpadded_shard", lambda _: _shard_of_flat))
+        contexts.enter_context(_replaced(fsdp_runtime, "_get_reduce_scatter_tensors", lambda _: _tensors_to_reduce))
         yield
 
 
@@ -114,6 +118,29 @@ def _copy_fake(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
 def _has_bytes(tensor: Tensor) -> bool:
     """Whether a fake tensor's memory is allocated, by its size: torch asks for the address, which is 0 for all."""
     return tensor.untyped_storage().size() > 0
+
+
+def _gather_flat(handle: Any, gathered: Tensor) -> Tensor:
+    """Gather a unit of FSDP1 into one tensor, as on accelerators: on CPUs, torch gathers into a view for each rank."""
+    dist.all_gather_into_tensor(gathered, handle.flat_param.data, handle.process_group)
+    return gathered
+
+
+def _shard_of_flat(tensor: Tensor, rank: int, ranks: int) -> tuple[Tensor, int]:
+    """A rank's shard of a unit of FSDP1, and its padding, without torch's view for each of many ranks."""
+    flat = tensor.flatten()
+    rows = -(-flat.numel() // ranks)
+    start = min(rank * rows, flat.numel())
+    shard = flat.narrow(0, start, min(rows, flat.numel() - start)) if start < flat.numel() else flat.new_empty(0)
+    return shard, rows - shard.numel()
+
+
+def _tensors_to_reduce(state: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """What FSDP1 reduces, padded, and where it is reduced to, without a view for each rank."""
+    rows = -(-gradient.numel() // state.world_size)
+    padding = rows * state.world_size - gradient.numel()
+    padded = functional.pad(gradient, [0, padding]) if padding else gradient
+    return padded, gradient.new_empty(rows)
 
 
 def _compare_nothing(*args: Any) -> None:

@@ -9,12 +9,12 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from fsdp_core import devices
-from fsdp_core.errors import first_line
+from fsdp_core.errors import ShardingError, first_line
 from fsdp_core.rehearsal.candidates import Candidate
 from fsdp_core.rehearsal.collectives import total_sent
 from fsdp_core.rehearsal.fit import Rehearsal, RehearsedRun, rehearse_fit
@@ -23,7 +23,9 @@ from fsdp_core.rehearsal.script import CaughtFit
 from fsdp_core.rehearsal.users_code import line_of_error
 from fsdp_core.torch_private.fake_tensors import DynamicOutputShapeException, operator_without_fake
 
-__all__ = ["Outcome", "devices_here", "ranked", "rehearse_candidate"]
+__all__ = ["Outcome", "call_in_fork", "devices_here", "ranked", "rehearse_candidate"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +109,12 @@ def rehearse_candidate(fit: CaughtFit, candidate: Candidate, rank: int = 0, *, d
         rank: The rank that is played.
         draws: Whether the memory over the step is to be drawn.
     """
-    return _in_a_fork(lambda: _rehearse(fit, candidate, rank, draws), candidate)
+    try:
+        return call_in_fork(lambda: _rehearse(fit, candidate, rank, draws))
+    except ShardingError as error:
+        return Outcome(
+            written=candidate.written, strategy=candidate.strategy, ranks=candidate.ranks, error=first_line(error)
+        )
 
 
 def _rehearse(fit: CaughtFit, candidate: Candidate, rank: int, draws: bool) -> Outcome:
@@ -164,30 +171,32 @@ def _outcome(facts: Mapping[str, Any], rehearsal: Rehearsal) -> Outcome:
     )
 
 
-def _in_a_fork(call: Callable[[], Outcome], candidate: Candidate) -> Outcome:
-    """What a function returns in a process that was forked from this one, which it leaves as it was."""
+def call_in_fork(call: Callable[[], T]) -> T:
+    """Call a function in a process that is forked from this one, which it leaves as it was.
+
+    Args:
+        call: The function. What it returns is pickled.
+
+    Raises:
+        ShardingError: The process has ended without an answer.
+    """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_send_result, args=(call, sender))
     child.start()
     sender.close()
     try:
-        outcome: Outcome = receiver.recv()
+        result: T = receiver.recv()
     except EOFError:
         child.join()
         code = child.exitcode or 0
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
-        outcome = Outcome(
-            written=candidate.written,
-            strategy=candidate.strategy,
-            ranks=candidate.ranks,
-            error=f"the process that rehearsed it ended {how}",
-        )
+        raise ShardingError(f"the process that rehearsed it ended {how}") from None
     child.join()
-    return outcome
+    return result
 
 
-def _send_result(call: Callable[[], Outcome], sender: Connection) -> None:
+def _send_result(call: Callable[[], Any], sender: Connection) -> None:
     torch.set_num_threads(1)
     sender.send(call())
     sender.close()

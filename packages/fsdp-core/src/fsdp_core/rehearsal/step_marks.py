@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import Tensor, nn
 
-from fsdp_core.rehearsal.memory import MemoryMode
+from fsdp_core.rehearsal.memory import MemoryMode, StepRecord
 from fsdp_core.sharding.units.wrap_policy import select_units
 
 __all__ = ["STEPS", "EnoughSteps", "StepMarks"]
@@ -43,6 +43,11 @@ class StepMarks(pl.Callback):
         self._handles: list[Any] = []
         self._is_between_steps = True
         self._global_step = 0
+
+    @property
+    def step(self) -> StepRecord:
+        """The record of the current step."""
+        return self._memory.step
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         memory = self._memory

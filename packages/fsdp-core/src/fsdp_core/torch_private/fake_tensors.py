@@ -24,6 +24,9 @@ from torch._subclasses.fake_tensor import (
 # FSDP1 asks whether memory is allocated by its address; a fake tensor has none.
 from torch.distributed.fsdp import _flat_param as flat_param
 
+# It cuts gradients into a view for each rank.
+from torch.distributed.fsdp import _runtime_utils as fsdp_runtime
+
 # Functional collectives name their group; no public function finds it.
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]  # isort: skip
 
@@ -40,6 +43,7 @@ __all__ = [
     "FakeTensorMode",
     "active_fake_mode",
     "flat_param",
+    "fsdp_runtime",
     "group_named",
     "is_mutable",
     "no_dispatch",
