@@ -132,7 +132,8 @@ def _print_proof(fit: CaughtFit, proof: Proof, accepted: Sequence[str], command:
         if row.verdict != "refused":
             click.echo(f"  Again: fsdp prove {row.repeated_by} {command}")
     if not proof.differences(accepted) and not proof.unclear:
-        click.echo("Proven: all train the same.")
+        has_refused = any(row.verdict == "refused" for row in proof.rows)
+        click.echo(f"Proven: all {'that can be run ' * has_refused}train the same.")
     for name, why in proof.not_run.items():
         click.echo(f"Not run: {name}: {why}.")
     if fit.left_out:

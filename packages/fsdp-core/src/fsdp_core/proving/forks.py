@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fsdp_core.errors import FSDPError, first_line
+from fsdp_core.errors import ShardingError, UnsupportedCapabilityError, first_line
 from fsdp_core.rehearsal.users_code import line_of_error
 
 __all__ = ["Failed", "call_in_forks"]
@@ -85,7 +85,10 @@ def _keep_result(call: Callable[[], Any], path: Path) -> None:
 
             traceback.print_exc()
         words = f"{type(error).__name__}: {first_line(error)}{line_of_error(error)}"
-        result, status = {"words": words, "is_refusal": isinstance(error, FSDPError)}, 1
+        result, status = (
+            {"words": words, "is_refusal": isinstance(error, ShardingError | UnsupportedCapabilityError)},
+            1,
+        )
     unfinished = path.with_suffix(".part")
     torch.save(result, unfinished)
     unfinished.rename(path)

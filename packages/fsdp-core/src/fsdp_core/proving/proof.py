@@ -278,6 +278,8 @@ def prove_fit(
                 options=option_set,
                 seconds=time.monotonic() - started,
             )
+            if row.verdict == "refused" and not option_set:  # nothing of this strategy is proven
+                row = replace(row, verdict="can't tell")
             rows.append(row)
             if row.verdict != "same":
                 has_failed.append(frozenset(option_set))
