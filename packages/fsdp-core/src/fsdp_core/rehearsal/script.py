@@ -204,17 +204,24 @@ def _fits_caught(on_fit: Callable[[CaughtFit], None], count: int, patience: floa
         started = time.perf_counter()
         loader = _loader_of(self, module, train_dataloaders, datamodule)
         drawn = _first_batches(loader, count, patience)
-        on_fit(
-            CaughtFit(
-                module=module,
-                drawn=drawn,
-                batches=_length(loader),
-                datamodule=datamodule,
-                given=vars(self)["_given_in_script"],
-                seconds_for_batch=time.perf_counter() - started,
-                where=line_of_call(),
-            )
+        caught = CaughtFit(
+            module=module,
+            drawn=drawn,
+            batches=_length(loader),
+            datamodule=datamodule,
+            given=vars(self)["_given_in_script"],
+            seconds_for_batch=time.perf_counter() - started,
+            where=line_of_call(),
         )
+        set_methods(originals)  # a rehearsal fits
+        try:
+            on_fit(caught)
+        finally:
+            set_methods(replacements)
+
+    def set_methods(methods: Sequence[tuple[type, str, Any]]) -> None:
+        for owner, name, method in methods:
+            setattr(owner, name, method)
 
     def run_nothing(self: pl.Trainer, *args: Any, **kwargs: Any) -> list[Any]:
         return []
@@ -231,13 +238,11 @@ def _fits_caught(on_fit: Callable[[CaughtFit], None], count: int, patience: floa
     ]
     replacements.append((Fabric, "__init__", refuse))
     originals = [(owner, name, vars(owner)[name]) for owner, name, _ in replacements]
-    for owner, name, replacement in replacements:
-        setattr(owner, name, replacement)
+    set_methods(replacements)
     try:
         yield
     finally:
-        for owner, name, original in originals:
-            setattr(owner, name, original)
+        set_methods(originals)
 
 
 #: A Trainer's runs that are not planned.
