@@ -292,6 +292,7 @@ def test_strategies_that_the_command_can_not_rehearse(tmp_path: Path, words: lis
 
 
 def test_a_number_of_ranks_that_the_mesh_can_not_divide_is_refused() -> None:
+    strategy = Candidate(strategy="fsdp2", options={"data_parallel_replicate_size": 2}, ranks=7).build()
+    run = RehearsedRun(build=Net, batch=new_batch(), batches=4, strategy=strategy, ranks=7)
     with pytest.raises(UnsupportedCapabilityError, match="does not divide 7 ranks"):
-        strategy = Candidate(strategy="fsdp2", options={"data_parallel_replicate_size": 2}, ranks=7).build()
-        rehearse_rank(RehearsedRun(build=Net, batch=new_batch(), batches=4, strategy=strategy, ranks=7))
+        rehearse_rank(run)
