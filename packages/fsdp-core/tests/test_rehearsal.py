@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
@@ -249,7 +250,7 @@ def test_a_fit_is_caught_with_the_script_around_it(tmp_path: Path) -> None:
         tmp_path, SCRIPT.replace('    print("the script has ended")', "    trainer.callback_metrics['loss']")
     )
     fits: list[tuple[CaughtFit, list[str]]] = []
-    failure = run_script(path, ["4"], lambda fit: fits.append((fit, sys.argv)))
+    failure = run_script(path, ["4"], lambda fit: fits.append((fit, sys.argv)), fits=2)
     assert failure == f"raised KeyError: 'loss' ({path}:26)"
     ((fit, arguments),) = fits
     assert arguments == [path, "4"]  # a step may read them
@@ -296,7 +297,7 @@ def fit_of(module: pl.LightningModule, *callbacks: pl.Callback, **arguments: Any
     given = {"callbacks": list(callbacks), **arguments}
     batch = torch.ones(4, 8)
     return CaughtFit(
-        module=module, batch=batch, batches=9, datamodule=None, given=given, seconds_for_batch=0.0, where="train.py:1"
+        module=module, drawn=[batch], batches=9, datamodule=None, given=given, seconds_for_batch=0.0, where="train.py:1"
     )
 
 
