@@ -181,7 +181,7 @@ def _leave_out_callbacks(module: pl.LightningModule, values: KnownValues) -> Non
                 ] += 1
         return [callback for callback in own if takes_part(callback)]
 
-    if configure.__func__ is not pl.LightningModule.configure_callbacks:
+    if type(module).configure_callbacks is not pl.LightningModule.configure_callbacks:
         module.configure_callbacks = configure_callbacks  # type: ignore[method-assign]
 
 

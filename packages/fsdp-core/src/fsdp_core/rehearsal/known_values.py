@@ -298,12 +298,14 @@ class KnownValues(TorchDispatchMode):
     def grouped_mm(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         """Products of groups of rows, for which torch has no fake but in bfloat16."""
         left, right = args[:2]
+        result: Tensor
         if left.dtype is torch.bfloat16:
-            result: Tensor = func(*args, **kwargs)
+            result = func(*args, **kwargs)
             return result
         offsets = kwargs["offs"] if "offs" in kwargs else args[2]
         groups = () if left.dim() + right.dim() == 5 else (left.shape[0] if left.dim() == 3 else offsets.numel(),)
-        return left.new_empty((*groups, left.shape[-2], right.shape[-1]))
+        result = left.new_empty((*groups, left.shape[-2], right.shape[-1]))
+        return result
 
     def _known_result(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What an operator returns on the real values; ``None`` if they are not known."""
@@ -372,7 +374,7 @@ def _arrays_of_fakes(values: KnownValues) -> Iterator[None]:
 
     FakeTensor.numpy = numpy  # type: ignore[method-assign,assignment]
     FakeTensor.__array__ = as_array  # type: ignore[method-assign]
-    FakeTensor.__format__ = as_text  # type: ignore[method-assign,assignment]
+    FakeTensor.__format__ = as_text  # type: ignore[method-assign]
     try:
         yield
     finally:
