@@ -171,7 +171,7 @@ NEVER = {
         *ADAPTERS,
         *("lightning.checkpoints", "lightning.loaders", "lightning.registration", "lightning.features"),
     ),
-    "rehearsal/**": ("checkpoint", "huggingface", "initialization", "watch", "proving"),
+    "rehearsal/**": ("huggingface", "initialization", "watch", "proving"),
     "proving/**": ("checkpoint", "gradients", "huggingface", "initialization", "watch"),
     "doctor/**": (*MIDDLE, *ABOVE),
     "cli/**": ("gradients", "state", "initialization", "sharding"),

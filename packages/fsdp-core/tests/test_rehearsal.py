@@ -220,7 +220,7 @@ def test_a_script_runs_up_to_its_fit(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert fit.left_out == ["Callback"]
     assert fit.where.endswith("train.py:25")
     assert fit.trainer_arguments == {"max_epochs": 3}
-    assert "the script has ended" in capsys.readouterr().out
+    assert "the script has ended" not in capsys.readouterr().out  # it may save there what was not trained
 
 
 @pytest.mark.parametrize(

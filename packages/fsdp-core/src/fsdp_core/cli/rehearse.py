@@ -57,6 +57,7 @@ def rehearse(
 
     Exit status: 0, or 3 if formula and count differ, 1 for an error, 2 for wrong usage.
     """
+    from fsdp_core.rehearsal.candidates import candidate_of, check_rehearsable
     from fsdp_core.rehearsal.planning import call_in_fork
     from fsdp_core.rehearsal.script import run_script
 
@@ -64,11 +65,11 @@ def rehearse(
     if rank >= ranks:
         raise click.BadParameter(f"--rank {rank} is none of {ranks} ranks, which are numbered from 0.")
     if strategy is not None:
-        _check_strategy(strategy)
+        check_rehearsable(strategy)
     rehearsals: list[tuple[CaughtFit, Candidate, RankRehearsal]] = []
 
     def rehearse_caught(fit: CaughtFit) -> None:
-        candidate = _candidate(fit, strategy, ranks)
+        candidate = candidate_of(fit.given.get("strategy"), strategy, ranks)
         result = call_in_fork(_Rehearse(fit, candidate, rank))
         if isinstance(result, str):
             raise ShardingError(result)
@@ -82,40 +83,6 @@ def rehearse(
         for each in rehearsals:
             _print_rehearsal(*each)
     ctx.exit(_DIFFERS if any(result.differences for _, _, result in rehearsals) else 0)
-
-
-def _check_strategy(name: str) -> None:
-    """Refuse a strategy that is not installed, or that can't be rehearsed."""
-    from fsdp_core.plugins import registry
-    from fsdp_core.rehearsal.candidates import why_not_rehearsed
-
-    reason = why_not_rehearsed(registry.describe(name))
-    if reason is not None:
-        raise ShardingError(
-            f"--strategy {name} can't be rehearsed: {reason}.\nChoose another of those that fsdp list shows."
-        )
-
-
-def _candidate(fit: CaughtFit, name: str | None, ranks: int) -> Candidate:
-    """The strategy to rehearse: the named one, or that of the script."""
-    from lightning.pytorch.strategies import Strategy
-
-    from fsdp_core.plugins import registry
-    from fsdp_core.rehearsal.candidates import Candidate
-
-    written = fit.given.get("strategy")
-    if name is None and isinstance(written, Strategy):
-        label = str(getattr(written, "strategy_name", type(written).__name__))
-        return Candidate(strategy=label, ranks=ranks, as_written=written)
-    if name is None and isinstance(written, str) and written.lower() in registry.strategies():
-        name = written
-        _check_strategy(name)
-    if name is None:
-        raise ShardingError(
-            f"the Trainer at {fit.where} has strategy={written!r}, which shards nothing by this project.\n"
-            f"Choose one: --strategy NAME, of {', '.join(registry.strategies())}."
-        )
-    return Candidate(strategy=name, ranks=ranks)
 
 
 class _Rehearse:

@@ -10,12 +10,13 @@ from lightning.pytorch.strategies import Strategy
 from torch import nn
 
 from fsdp_core.device_names import ANY_ACCELERATOR
+from fsdp_core.errors import ShardingError
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.plugins.strategy_info import StrategyInfo
 from fsdp_core.sharding.units.wrap_policy import repeated_blocks
 
-__all__ = ["Candidate", "candidates_for", "option_that_keeps_gathered", "why_not_rehearsed"]
+__all__ = ["Candidate", "candidate_of", "candidates_for", "check_rehearsable", "option_that_keeps_gathered"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,3 +140,45 @@ def option_that_keeps_gathered(info: StrategyInfo) -> dict[str, Any]:
         if "sharding_strategy" in names:
             return {"sharding_strategy": "SHARD_GRAD_OP"}
     return {}
+
+
+def candidate_of(written: object, name: str | None, ranks: int) -> Candidate:
+    """The strategy of that name, or else that of a script.
+
+    Args:
+        written: The ``strategy`` that the script gives its Trainer.
+        name: The name; ``None`` for the script's own.
+        ranks: The number of ranks.
+
+    Raises:
+        ShardingError: The script's own is none that shards, or can't be rehearsed.
+    """
+    if name is None and isinstance(written, Strategy):
+        label = str(getattr(written, "strategy_name", type(written).__name__))
+        return Candidate(strategy=label, ranks=ranks, as_written=written)
+    if name is None and isinstance(written, str) and written.lower() in registry.strategies():
+        name = written
+        check_rehearsable(name)
+    if name is None:
+        raise ShardingError(
+            f"the script's Trainer has strategy={written!r}, which shards nothing by this project.\n"
+            f"Choose one: --strategy NAME, of {', '.join(registry.strategies())}."
+        )
+    return Candidate(strategy=name, ranks=ranks)
+
+
+def check_rehearsable(name: str) -> None:
+    """Refuse a strategy that is not installed, or that can't be rehearsed.
+
+    Args:
+        name: Its name.
+
+    Raises:
+        UnknownStrategyError: No strategy has this name.
+        ShardingError: It can't be rehearsed.
+    """
+    reason = why_not_rehearsed(registry.describe(name))
+    if reason is not None:
+        raise ShardingError(
+            f"--strategy {name} can't be rehearsed: {reason}.\nChoose another of those that fsdp list shows."
+        )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
+from pickle import Pickler
 from typing import Any
 
 import torch.distributed as dist
@@ -102,7 +103,9 @@ class ImaginedRuntime(ProcessGroupRuntime):
         return [obj] * self.world_size if self.rank == dst or self.answers_for_first else None
 
     def _note(self, obj: Any, *, is_by_all: bool) -> None:
-        self.exchanges.append(Exchange(len(pickle.dumps(obj)), self.world_size, is_by_all))
+        message = BytesIO()
+        Pickler(message).dump(obj)
+        self.exchanges.append(Exchange(message.tell(), self.world_size, is_by_all))
 
     def total(self, numbers: Sequence[int]) -> list[int]:
         return [int(number) * self.world_size for number in numbers]

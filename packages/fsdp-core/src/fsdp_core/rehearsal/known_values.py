@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp_core.rehearsal.users_code import is_users
 from fsdp_core.torch_private.fake_tensors import (
+    GROUPED_MM,
     ITEM,
     UNIQUE,
     FakeTensor,
@@ -353,7 +354,7 @@ _ANSWERS: dict[Any, _Answer] = {
     _aten.equal.default: KnownValues.equal,
     _aten.repeat_interleave.Tensor: KnownValues.repeat_interleave,
     _aten.bincount.default: KnownValues.bincount,
-    _aten._grouped_mm.default: KnownValues.grouped_mm,
+    GROUPED_MM: KnownValues.grouped_mm,
 }
 
 

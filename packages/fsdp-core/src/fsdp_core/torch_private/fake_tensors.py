@@ -35,6 +35,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
+    "GROUPED_MM",
     "ITEM",
     "UNIQUE",
     "DynamicOutputShapeException",
@@ -54,8 +55,9 @@ __all__ = [
     "tree_map_only",
 ]
 
-#: The operators of ``tensor.item()`` and ``tensor.unique()``.
+#: The operators of ``tensor.item()``, ``tensor.unique()`` and products of matrices in groups.
 ITEM, UNIQUE = torch.ops.aten._local_scalar_dense.default, torch.ops.aten._unique2.default
+GROUPED_MM = torch.ops.aten._grouped_mm.default
 
 
 def operator_name(func: Any) -> str:
