@@ -198,6 +198,7 @@ def rehearse_last_rank(strategy: str, ranks: int, build: type[Net] = Net, **argu
     return call_in_fork(lambda: rehearse_rank(run))  # DTensor's caches know the rank of a rehearsal before
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("ranks", [2, 3, 7])
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp_native"])
 def test_the_bytes_of_a_step_are_those_of_the_formula(strategy: str, ranks: int) -> None:
@@ -214,6 +215,7 @@ def test_the_bytes_of_a_step_are_those_of_the_formula(strategy: str, ranks: int)
     assert rehearsal.beside[0] == 1  # the norm
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("build", [NetWithRepeatedBlock, NetWithFrozenBlocks])
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp_native"])
 def test_the_formula_follows_units_that_run_twice_or_are_frozen(strategy: str, build: type[Net]) -> None:

@@ -9,6 +9,7 @@ from io import BytesIO
 from pickle import Pickler
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -16,6 +17,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from fsdp_core.errors import ShardingError
 from fsdp_core.mesh import MeshAxis
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
+from fsdp_core.torch_private.dtensors import forget_meshes
 from fsdp_core.torch_private.fake_tensors import register_fake_backend
 
 __all__ = ["Exchange", "ImaginedEnvironment", "ImaginedRuntime", "imagined_world"]
@@ -40,6 +42,7 @@ def imagined_world(rank: int, world_size: int) -> Iterator[None]:
         )
     register_fake_backend()
     dist.init_process_group("fake", store=HashStore(), rank=rank, world_size=world_size)
+    forget_meshes(torch.device("cpu"))  # as after any group is made: DTensor's caches may know another rank of as many
     try:
         yield
     finally:
