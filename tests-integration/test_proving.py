@@ -55,9 +55,9 @@ def new_fit(strategy: object = "auto") -> CaughtFit:
         drawn=[torch.randint(0, 20, (2, 5)) for _ in range(BATCHES)],
         batches=None,
         datamodule=None,
-        given={"callbacks": [], "strategy": strategy, "gradient_clip_val": 0.5},
+        trainer_keywords={"callbacks": [], "strategy": strategy, "gradient_clip_val": 0.5},
         seconds_for_batch=0.0,
-        where="train.py:1",
+        location="train.py:1",
     )
 
 

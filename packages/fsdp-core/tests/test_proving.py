@@ -268,9 +268,9 @@ def new_fit(module: Callable[[], pl.LightningModule], **given: Any) -> CaughtFit
         drawn=drawn,
         batches=None,
         datamodule=None,
-        given={"callbacks": [], **given},
+        trainer_keywords={"callbacks": [], **given},
         seconds_for_batch=0.0,
-        where="train.py:1",
+        location="train.py:1",
     )
 
 

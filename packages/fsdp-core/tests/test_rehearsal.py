@@ -148,7 +148,7 @@ def test_integers_are_computed_and_floats_assumed(name: str, is_known: bool) -> 
         fake = mode.from_tensor(real)
         values.know(fake, real)
         assert ask(fake) == (known if is_known else assumed)
-    is_assumed = any(assumption.where.startswith(__file__) for assumption in values.assumptions)
+    is_assumed = any(assumption.location.startswith(__file__) for assumption in values.assumptions)
     assert is_assumed is (not is_known)
 
 
@@ -218,7 +218,7 @@ def test_a_script_runs_up_to_its_fit(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert fit.batch.shape == (4, 8)
     assert fit.batches == 8
     assert fit.left_out == ["Callback"]
-    assert fit.where.endswith("train.py:25")
+    assert fit.location.endswith("train.py:25")
     assert fit.trainer_arguments == {"max_epochs": 3}
     assert "the script has ended" not in capsys.readouterr().out  # it may save there what was not trained
 
@@ -297,7 +297,13 @@ def fit_of(module: pl.LightningModule, *callbacks: pl.Callback, **arguments: Any
     given = {"callbacks": list(callbacks), **arguments}
     batch = torch.ones(4, 8)
     return CaughtFit(
-        module=module, drawn=[batch], batches=9, datamodule=None, given=given, seconds_for_batch=0.0, where="train.py:1"
+        module=module,
+        drawn=[batch],
+        batches=9,
+        datamodule=None,
+        trainer_keywords=given,
+        seconds_for_batch=0.0,
+        location="train.py:1",
     )
 
 
@@ -411,10 +417,10 @@ def test_sizes(text: str, size: int) -> None:
 
 def test_what_fits_comes_first_and_then_what_sends_least() -> None:
     facts: dict[str, Any] = {"strategy": "s", "ranks": 2}
-    sends_more = Outcome(written="sends more", peak_bytes=8, sent_bytes=2, **facts)
-    sends_less = Outcome(written="sends less", peak_bytes=9, sent_bytes=1, **facts)
-    too_large = Outcome(written="too large", peak_bytes=12, **facts)
-    largest = Outcome(written="largest", peak_bytes=20, **facts)
-    failed = Outcome(written="failed", error="TypeError", **facts)
+    sends_more = Outcome(code="sends more", peak_bytes=8, sent_bytes=2, **facts)
+    sends_less = Outcome(code="sends less", peak_bytes=9, sent_bytes=1, **facts)
+    too_large = Outcome(code="too large", peak_bytes=12, **facts)
+    largest = Outcome(code="largest", peak_bytes=20, **facts)
+    failed = Outcome(code="failed", error="TypeError", **facts)
     in_order = ranked([failed, largest, sends_more, too_large, sends_less], memory=10)
-    assert [outcome.written for outcome in in_order] == ["sends less", "sends more", "too large", "largest", "failed"]
+    assert [outcome.code for outcome in in_order] == ["sends less", "sends more", "too large", "largest", "failed"]

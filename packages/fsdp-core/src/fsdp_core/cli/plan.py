@@ -93,7 +93,7 @@ def plan(
     plans: list[tuple[CaughtFit, list[Outcome]]] = []
 
     def rehearse(fit: CaughtFit) -> None:
-        candidates, without = candidates_for(devices, fit.module, fit.given.get("strategy"))
+        candidates, without = candidates_for(devices, fit.module, fit.trainer_keywords.get("strategy"))
         outcomes = [
             rehearse_candidate(fit, candidate, min(rank, candidate.ranks - 1), draws=plot is not None)
             for candidate in candidates
@@ -133,14 +133,14 @@ def _draw_first(outcomes: Sequence[Outcome], path: str) -> None:
     best = outcomes[0]
     if best.curve is not None:
         ranks = f", one rank of {best.ranks}" if best.ranks > 1 else ""
-        draw(best.curve, f"{best.written}{ranks}", path)
+        draw(best.curve, f"{best.code}{ranks}", path)
 
 
 def _as_data(fit: CaughtFit, outcomes: Sequence[Outcome], memory: int) -> dict[str, Any]:
     rows = [{**asdict(replace(outcome, curve=None)), "fits": outcome.fits(memory)} for outcome in outcomes]
     for row in rows:
         del row["curve"]
-    return {"where": fit.where, "module": type(fit.module).__name__, "left_out": fit.left_out, "plans": rows}
+    return {"location": fit.location, "module": type(fit.module).__name__, "left_out": fit.left_out, "plans": rows}
 
 
 #: The columns of the peak's parts: their titles, and what they hold.
@@ -157,7 +157,7 @@ _PARTS = (
 def _print_plan(fit: CaughtFit, outcomes: Sequence[Outcome], devices: int, memory: int) -> None:
     numel = max((outcome.parameters for outcome in outcomes), default=0)
     click.echo(
-        f"{type(fit.module).__name__} at {fit.where}: {format_count(numel)} parameters, "
+        f"{type(fit.module).__name__} at {fit.location}: {format_count(numel)} parameters, "
         f"{devices} device{'s' * (devices > 1)} of {format_size(memory)}"
     )
     header = ("fits", "peak", *(title for title, _ in _PARTS), "sent/step", "write")
@@ -167,13 +167,13 @@ def _print_plan(fit: CaughtFit, outcomes: Sequence[Outcome], devices: int, memor
             continue
         parts = [format_size(sum(outcome.by_content.get(content, 0) for content in contents)) for _, contents in _PARTS]
         fits = "yes" if outcome.fits(memory) else "no"
-        rows.append((fits, format_size(outcome.peak_bytes), *parts, format_size(outcome.sent_bytes), outcome.written))
+        rows.append((fits, format_size(outcome.peak_bytes), *parts, format_size(outcome.sent_bytes), outcome.code))
     if rows:
         print_table(header, rows, right=range(1, len(header) - 1))
     best = outcomes[0]
     if best.fits(memory):
-        where = f"{best.phase} pass" if best.phase in ("forward", "backward") else best.phase
-        click.echo(f"The first has its peak in the {where}{f', in {best.module}' if best.module else ''}.")
+        moment = f"{best.phase} pass" if best.phase in ("forward", "backward") else best.phase
+        click.echo(f"The first has its peak in the {moment}{f', in {best.module}' if best.module else ''}.")
     elif rows:
         click.echo(
             f"Nothing fits. The least is {rows[0][1]} a device: use more devices, a smaller batch with "
@@ -182,11 +182,11 @@ def _print_plan(fit: CaughtFit, outcomes: Sequence[Outcome], devices: int, memor
     errors: dict[str, list[str]] = {}
     for outcome in outcomes:
         if outcome.error is not None:
-            errors.setdefault(outcome.error, []).append(outcome.written)
+            errors.setdefault(outcome.error, []).append(outcome.code)
     for error, written in errors.items():
         click.echo(f"Not planned: {', '.join(written)}: {error}")
-    for what, where in dict.fromkeys((w, at) for o in outcomes for w, at, _ in o.assumptions):
-        click.echo(f"Assumed: {what}{f', at {where}' if where else ''}")
+    for what, location in dict.fromkeys((w, at) for o in outcomes for w, at, _ in o.assumptions):
+        click.echo(f"Assumed: {what}{f', at {location}' if location else ''}")
     if fit.left_out:
         click.echo(
             f"Left out of the rehearsal: {', '.join(fit.left_out)}. What they allocate or change is in no number."

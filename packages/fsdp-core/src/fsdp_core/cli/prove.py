@@ -96,7 +96,7 @@ def prove(
     if as_json:
         as_data = [
             {
-                "where": fit.where,
+                "location": fit.location,
                 "module": type(fit.module).__name__,
                 "dtype": proof.dtype,
                 "rows": [asdict(row) for row in proof.rows],
@@ -114,7 +114,7 @@ def prove(
 
 
 def _print_proof(fit: CaughtFit, proof: Proof, accepted: Sequence[str], command: str) -> None:
-    click.echo(f"{type(fit.module).__name__} at {fit.where}: three steps in {proof.dtype} on two ranks")
+    click.echo(f"{type(fit.module).__name__} at {fit.location}: three steps in {proof.dtype} on two ranks")
     rows = []
     for row in proof.rows:
         verdict = "accepted" if row.verdict == "differs" and row.cause in accepted else row.verdict

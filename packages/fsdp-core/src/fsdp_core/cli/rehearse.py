@@ -69,7 +69,7 @@ def rehearse(
     rehearsals: list[tuple[CaughtFit, Candidate, RankRehearsal]] = []
 
     def rehearse_caught(fit: CaughtFit) -> None:
-        candidate = candidate_of(fit.given.get("strategy"), strategy, ranks)
+        candidate = candidate_of(fit.trainer_keywords.get("strategy"), strategy, ranks)
         result = call_in_fork(_Rehearse(fit, candidate, rank))
         if isinstance(result, str):
             raise ShardingError(result)
@@ -106,13 +106,13 @@ class _Rehearse:
                     strategy=candidate.build(),
                     ranks=candidate.ranks,
                     rank=self._rank,
-                    precision=fit.given.get("precision"),
+                    precision=fit.trainer_keywords.get("precision"),
                 )
             )
         except FSDPError as error:
             return str(error)
         except Exception as error:
-            return f"the rehearsal of {candidate.written} ended in {type(error).__name__}: {first_line(error)}"
+            return f"the rehearsal of {candidate.code} ended in {type(error).__name__}: {first_line(error)}"
 
 
 # -- output ------------------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class _Rehearse:
 
 def _as_data(fit: CaughtFit, candidate: Candidate, result: RankRehearsal) -> dict[str, Any]:
     return {
-        "where": fit.where,
+        "location": fit.location,
         "module": type(fit.module).__name__,
         "strategy": candidate.strategy,
         "rank": result.rank,
@@ -140,7 +140,7 @@ def _as_data(fit: CaughtFit, candidate: Candidate, result: RankRehearsal) -> dic
         "overflowing_units": result.overflowing_units,
         "exchanges": [{**asdict(exchange), "times": times} for exchange, times in result.exchanges.items()],
         "checkpoint": asdict(result.checkpoint),
-        "assumptions": [[a.what, a.where, times] for a, times in result.assumptions.items()],
+        "assumptions": [[a.what, a.location, times] for a, times in result.assumptions.items()],
         "left_out": fit.left_out,
         "seconds": result.seconds,
     }
@@ -148,8 +148,8 @@ def _as_data(fit: CaughtFit, candidate: Candidate, result: RankRehearsal) -> dic
 
 def _print_rehearsal(fit: CaughtFit, candidate: Candidate, result: RankRehearsal) -> None:
     click.echo(
-        f"{type(fit.module).__name__} at {fit.where}: {format_count(result.numel)} parameters, "
-        f"rank {result.rank:,} of {result.ranks:,}, {candidate.written}"
+        f"{type(fit.module).__name__} at {fit.location}: {format_count(result.numel)} parameters, "
+        f"rank {result.rank:,} of {result.ranks:,}, {candidate.code}"
     )
     rows = [(name, f"{calls:,}", format_size(sent)) for name, (calls, sent) in result.collectives.items()]
     if rows:
@@ -158,8 +158,8 @@ def _print_rehearsal(fit: CaughtFit, candidate: Candidate, result: RankRehearsal
     for difference in result.differences:
         click.echo(f"  {_describe(difference)}")
     parts = ", ".join(f"{content} {format_size(nbytes)}" for content, nbytes in result.peak.by_content.items())
-    where = f"{result.peak.phase}{f', in {result.peak.module}' if result.peak.module else ''}"
-    click.echo(f"Peak: {format_size(result.peak.nbytes)} ({where}): {parts}.")
+    moment = f"{result.peak.phase}{f', in {result.peak.module}' if result.peak.module else ''}"
+    click.echo(f"Peak: {format_size(result.peak.nbytes)} ({moment}): {parts}.")
     click.echo(f"Operations: {result.operations:,} in a step.")
     checkpoint = result.checkpoint
     click.echo(
@@ -169,7 +169,7 @@ def _print_rehearsal(fit: CaughtFit, candidate: Candidate, result: RankRehearsal
     for line in _lines_of_scale(fit, result):
         click.echo(line)
     for assumption in result.assumptions:
-        click.echo(f"Assumed: {assumption.what}{f', at {assumption.where}' if assumption.where else ''}")
+        click.echo(f"Assumed: {assumption.what}{f', at {assumption.location}' if assumption.location else ''}")
     if fit.left_out:
         click.echo(f"Left out of the rehearsal: {', '.join(fit.left_out)}.")
 

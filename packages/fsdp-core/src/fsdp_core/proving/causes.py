@@ -69,7 +69,7 @@ class Variant:
 
 def find_cause(
     module: nn.Module,
-    whole: TrainedRun,
+    whole_batch: TrainedRun,
     in_turn: TrainedRun,
     difference: Difference,
     train: Callable[[Sequence[Variant]], list[TrainedRun | Failed]],
@@ -78,7 +78,7 @@ def find_cause(
 
     Args:
         module: What is trained.
-        whole: The run on whole batches.
+        whole_batch: The run on whole batches.
         in_turn: The run as each rank in turn.
         difference: Their first difference.
         train: Runs variants of the references.
@@ -93,17 +93,17 @@ def find_cause(
         variants += [Variant(in_turn=turn, freezes_batch_norms=True) for turn in (False, True)]
     runs = train(variants)
     detailed_whole, detailed_turn = runs[1], runs[2]
-    if _agree(whole, runs[0]):
+    if _agree(whole_batch, runs[0]):
         return Cause(
             name="rank",
             words=f"{CAUSES['rank']}: without self.global_rank the two are the same",
             remedy="Let all ranks compute the same; what only one is to do, such as writing, is no part of the loss.",
         )
     if batch_norms and _agree(runs[3], runs[4]):
-        others = f" and {len(batch_norms) - 1} more" if len(batch_norms) > 1 else ""
+        more = f" and {len(batch_norms) - 1} more" if len(batch_norms) > 1 else ""
         return Cause(
             name="batchnorm",
-            words=f"{CAUSES['batchnorm']}: {batch_norms[0]}{others}",
+            words=f"{CAUSES['batchnorm']}: {batch_norms[0]}{more}",
             remedy="Write Trainer(sync_batchnorm=True) on GPUs, or GroupNorm in its place; or accept it: "
             "--accept batchnorm.",
         )
@@ -136,17 +136,17 @@ def _agree(first: TrainedRun | Failed, second: TrainedRun | Failed) -> bool:
 
 
 def shares_of_ranks(
-    whole: TrainedRun, in_turn: TrainedRun, step: int, parameter: str | None = None
+    whole_batch: TrainedRun, in_turn: TrainedRun, step: int, parameter: str | None = None
 ) -> list[float] | None:
     """The shares of the ranks' gradients in those of a run; ``None`` if they are no weighted sum of them.
 
     Args:
-        whole: The run.
+        whole_batch: The run.
         in_turn: The run of each rank in turn, with details.
         step: The optimizer step, before which the two are the same.
         parameter: The parameter whose gradient is looked at; ``None`` for all together.
     """
-    expected = whole.steps[step].gradients
+    expected = whole_batch.steps[step].gradients
     of_ranks = in_turn.rank_gradients[step]
     shapes = {name: value for gradients in (*of_ranks, expected) for name, value in gradients.items()}
     names = [parameter] if parameter in shapes else list(shapes)
@@ -165,11 +165,11 @@ def shares_of_ranks(
 
 
 def _cause_of_shares(shares: Sequence[float]) -> Cause:
-    written = ", ".join(f"{round(share, 6) + 0.0:.3g}" for share in shares)
+    listing = ", ".join(f"{round(share, 6) + 0.0:.3g}" for share in shares)
     if max(shares) - min(shares) > _SHARE_DIFFERENCE:
         return Cause(
             name="count",
-            words=f"{CAUSES['count']}: ranks have shares of {written} in the whole batch, and are averaged with "
+            words=f"{CAUSES['count']}: ranks have shares of {listing} in the whole batch, and are averaged with "
             f"{1 / len(shares):.3g} each",
             remedy="Divide by the number of all ranks, which average: loss = losses.sum() * self.trainer.world_size / "
             "self.all_gather(count).sum().",
@@ -182,9 +182,9 @@ def _cause_of_shares(shares: Sequence[float]) -> Cause:
     )
 
 
-def _first_that_differs(whole: TrainedRun, in_turn: TrainedRun) -> str | None:
+def _first_that_differs(whole_batch: TrainedRun, in_turn: TrainedRun) -> str | None:
     """The first submodule in whose output rows differ, though those of all before it are the same."""
-    for name, output in whole.outputs.items():
+    for name, output in whole_batch.outputs.items():
         other = in_turn.outputs.get(name)
         if other is not None and other.shape == output.shape and not torch.allclose(output, other, rtol=1e-6):
             return name

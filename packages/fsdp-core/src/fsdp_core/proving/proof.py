@@ -110,7 +110,7 @@ class Proof:
 
 @dataclass(frozen=True, kw_only=True)
 class _References:
-    whole: TrainedRun | Failed
+    whole_batch: TrainedRun | Failed
     whole_accumulated: TrainedRun | Failed
     in_turn: TrainedRun | Failed
     in_turn_accumulated: TrainedRun | Failed
@@ -120,13 +120,13 @@ class _References:
     @property
     def stability(self) -> list[TrainedRun]:
         """A run, and the same run with changed weights."""
-        base = self.in_turn if isinstance(self.whole, Failed) else self.whole
+        base = self.in_turn if isinstance(self.whole_batch, Failed) else self.whole_batch
         runs = [run for run in (base, self.perturbed) if isinstance(run, TrainedRun)]
         return runs if len(runs) == 2 else []
 
     @property
     def random(self) -> str:
-        run = self.in_turn if isinstance(self.whole, Failed) else self.whole
+        run = self.in_turn if isinstance(self.whole_batch, Failed) else self.whole_batch
         return "" if isinstance(run, Failed) else run.random
 
 
@@ -141,21 +141,21 @@ class _Prover:
     def __init__(self, fit: CaughtFit, seconds: float) -> None:
         self.fit, self._seconds = fit, seconds
         self._batches = batches_of_one_size(fit.drawn, BATCHES)
-        self._whole: list[Any] = []
+        self._whole_batches: list[Any] = []
         self.dtype = torch.float64
         self.cannot_join = ""
         try:
-            self._whole = [join_batches(self._batches[i : i + RANKS]) for i in range(0, BATCHES, RANKS)]
+            self._whole_batches = [join_batches(self._batches[i : i + RANKS]) for i in range(0, BATCHES, RANKS)]
         except ShardingError as error:
             self.cannot_join = first_line(error)
 
     def run_references(self) -> _References:
         """The references in fp64; in fp32 if an operator does not know fp64."""
         references = self._run_references()
-        if isinstance(references.whole, Failed) and isinstance(references.in_turn, Failed):
+        if isinstance(references.whole_batch, Failed) and isinstance(references.in_turn, Failed):
             self.dtype = torch.float32
             in_single = self._run_references()
-            if isinstance(in_single.whole, TrainedRun) or isinstance(in_single.in_turn, TrainedRun):
+            if isinstance(in_single.whole_batch, TrainedRun) or isinstance(in_single.in_turn, TrainedRun):
                 return in_single
             self.dtype = torch.float64
         return references
@@ -172,18 +172,18 @@ class _Prover:
             references["in_turn"] = self.reference(in_turn=True)
             references["in_turn_accumulated"] = self.reference(in_turn=True, accumulate=ACCUMULATE)
         runs = dict(zip(references, self.train(list(references.values())), strict=True))
-        whole = runs.get("whole", Failed(words=self.cannot_join))
-        is_alone = isinstance(whole, TrainedRun) and whole.communicates
+        whole_batch = runs.get("whole", Failed(words=self.cannot_join))
+        is_alone = isinstance(whole_batch, TrainedRun) and whole_batch.communicates
         if is_alone:  # with whom, if all rows are here?
             alone = [self.reference(in_turn=False, accumulate=n, is_alone=True) for n in (1, ACCUMULATE)]
-            whole, runs["whole_accumulated"] = self.train(alone)
-        if isinstance(whole, TrainedRun) or not is_manual:
-            in_turn = isinstance(whole, Failed)
+            whole_batch, runs["whole_accumulated"] = self.train(alone)
+        if isinstance(whole_batch, TrainedRun) or not is_manual:
+            in_turn = isinstance(whole_batch, Failed)
             changed = self.reference(in_turn=in_turn, is_alone=is_alone and not in_turn, is_perturbed=True)
             runs["perturbed"] = self.train([changed])[0]
         return _References(
-            whole=whole,
-            whole_accumulated=runs.get("whole_accumulated", whole),
+            whole_batch=whole_batch,
+            whole_accumulated=runs.get("whole_accumulated", whole_batch),
             in_turn=runs.get("in_turn", not_played),
             in_turn_accumulated=runs.get("in_turn_accumulated", not_played),
             perturbed=runs.get("perturbed", not_played),
@@ -194,7 +194,7 @@ class _Prover:
         return self.train([self.reference(**vars(variant)) for variant in variants])
 
     def reference(self, *, in_turn: bool, accumulate: int = 1, **rest: Any) -> Reference:
-        batches = self._batches[: STEPS * RANKS * accumulate] if in_turn else self._whole[: STEPS * accumulate]
+        batches = self._batches[: STEPS * RANKS * accumulate] if in_turn else self._whole_batches[: STEPS * accumulate]
         return Reference(batches=batches, ranks=RANKS, in_turn=in_turn, accumulate=accumulate, dtype=self.dtype, **rest)
 
     def train(self, references: Sequence[Reference]) -> list[TrainedRun | Failed]:
@@ -249,7 +249,7 @@ def prove_fit(
     Raises:
         ShardingError: ``only`` names nothing that can be run.
     """
-    candidates, not_run = candidates_for(RANKS, fit.module, fit.given.get("strategy"))
+    candidates, not_run = candidates_for(RANKS, fit.module, fit.trainer_keywords.get("strategy"))
     candidates = [candidate for candidate in candidates if candidate.ranks == RANKS and not candidate.options]
     if only is not None:
         candidates = _chosen(candidates, only, not_run)
@@ -267,13 +267,13 @@ def prove_fit(
             accumulate = int(option_set.get(_ACCUMULATION, 1))
             own = {name: value for name, value in option_set.items() if name != _ACCUMULATION}
             with_options = replace(candidate, options={**candidate.options, **own})
-            tell(_written(with_options, accumulate))
+            tell(_code_of(with_options, accumulate))
             started = time.monotonic()
             runs = prover.run_strategy(with_options, accumulate)
             row = _row_of_strategy(prover, references, runs, accumulate)
             row = replace(
                 row,
-                what=_written(with_options, accumulate),
+                what=_code_of(with_options, accumulate),
                 strategy=_name(candidate),
                 options=option_set,
                 seconds=time.monotonic() - started,
@@ -320,8 +320,8 @@ def _option_sets(candidate: Candidate, fit: CaughtFit) -> Iterator[dict[str, Any
             yield {name: axes[name] for name in names}
 
 
-def _written(candidate: Candidate, accumulate: int) -> str:
-    return candidate.written + (f", {_ACCUMULATION}={accumulate}" if accumulate > 1 else "")
+def _code_of(candidate: Candidate, accumulate: int) -> str:
+    return candidate.code + (f", {_ACCUMULATION}={accumulate}" if accumulate > 1 else "")
 
 
 def _row_of_strategy(
@@ -337,8 +337,8 @@ def _row_of_strategy(
     compared = _compare_ranks(references, expected, runs)
     if compared is not None and compared[1].agrees:
         return replace(row, verdict="same", worst=compared[1].worst)
-    whole = references.whole if accumulate == 1 else references.whole_accumulated
-    with_whole = _compare_ranks(references, whole, runs)
+    whole_batch = references.whole_batch if accumulate == 1 else references.whole_accumulated
+    with_whole = _compare_ranks(references, whole_batch, runs)
     if with_whole is not None and with_whole[1].agrees:
         return replace(row, with_what="whole batch", verdict="same", worst=with_whole[1].worst)
     if compared is None:
@@ -391,21 +391,21 @@ def _where_gradients_are_lost(prover: _Prover, run: TrainedRun, difference: Diff
     if shares is None:
         return "it is no weighted sum of the ranks' gradients"
     what = "ranks" if accumulate == 1 else "micro-batches of ranks"
-    written = ", ".join(f"{round(share, 6) + 0.0:.3g}" for share in shares)
-    return f"{what} have shares of {written} in it, and should have {1 / len(shares):.3g} each"
+    listing = ", ".join(f"{round(share, 6) + 0.0:.3g}" for share in shares)
+    return f"{what} have shares of {listing} in it, and should have {1 / len(shares):.3g} each"
 
 
 def _row_of_references(prover: _Prover, references: _References, strategies: Sequence[TrainedRun]) -> Row:
     row = Row(what="each rank in turn", with_what="whole batch", verdict="can't tell", seconds=references.seconds)
-    whole, in_turn = references.whole, references.in_turn
+    whole_batch, in_turn = references.whole_batch, references.in_turn
     ranks_agree = False
-    if isinstance(whole, TrainedRun):
-        ranks_agree = any(compare_runs(whole, run, references.stability).agrees for run in strategies)
-    for run in (whole, in_turn):
+    if isinstance(whole_batch, TrainedRun):
+        ranks_agree = any(compare_runs(whole_batch, run, references.stability).agrees for run in strategies)
+    for run in (whole_batch, in_turn):
         if isinstance(run, Failed):
             return replace(row, what="real ranks", verdict="same") if ranks_agree else replace(row, words=run.words)
-    assert isinstance(whole, TrainedRun) and isinstance(in_turn, TrainedRun)
-    comparison = compare_runs(whole, in_turn, references.stability)
+    assert isinstance(whole_batch, TrainedRun) and isinstance(in_turn, TrainedRun)
+    comparison = compare_runs(whole_batch, in_turn, references.stability)
     if comparison.agrees:
         for name, step in in_turn.buffers.items():
             words = f"buffer {name} differs between ranks after step {step + 1}"
@@ -422,8 +422,8 @@ def _row_of_references(prover: _Prover, references: _References, strategies: Seq
     if in_turn.communicates:
         return replace(row, words="the step asks the strategy to communicate, which the ranks in turn can't")
     assert comparison.difference is not None
-    cause: Cause = find_cause(prover.fit.module, whole, in_turn, comparison.difference, prover.train_variants)
-    if cause.name == "batchnorm" and prover.fit.given.get("sync_batchnorm"):
+    cause: Cause = find_cause(prover.fit.module, whole_batch, in_turn, comparison.difference, prover.train_variants)
+    if cause.name == "batchnorm" and prover.fit.trainer_keywords.get("sync_batchnorm"):
         return replace(row, words="sync_batchnorm=True makes batch norms one over all ranks, on GPUs alone")
     words = f"{comparison.difference.words}: {cause.words}"
     return replace(row, verdict="differs", words=words, cause=cause.name, remedy=cause.remedy)

@@ -102,8 +102,8 @@ class Difference:
     @property
     def words(self) -> str:
         """The difference in words."""
-        others = f", and {self.count - 1} more of {self.total}" if self.count > 1 else ""
-        return f"{self.of} of {self.parameter} in step {self.step + 1} by {self.size:.1e} of it{others}"
+        more = f", and {self.count - 1} more of {self.total}" if self.count > 1 else ""
+        return f"{self.of} of {self.parameter} in step {self.step + 1} by {self.size:.1e} of it{more}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +201,7 @@ def _sensitivities(perturbed: Sequence[TrainedRun], step: int) -> dict[str, floa
     """How much gradients and weights of a step change if weights do in their 13th digit, by name."""
     if len(perturbed) < 2 or any(len(run.steps) <= step for run in perturbed):
         return {}
-    run, changed = (one.steps[step] for one in perturbed)
+    run, changed = (perturbed_run.steps[step] for perturbed_run in perturbed)
     sensitivities = {name: difference for name, difference, _ in _differences(run.gradients, changed.gradients)}
     for name, difference, scale in _differences(run.weights, changed.weights):
         sensitivities["weight " + name] = difference / scale if scale else 0.0

@@ -202,13 +202,13 @@ def train_on_rank(
 
 
 def _fit(fit: CaughtFit, dtype: torch.dtype, recorder: Recorder, loader: _Batches, **arguments: Any) -> None:
-    given = {name: value for name, value in fit.trainer_arguments.items() if name not in _NOT_TAKEN}
+    trainer_arguments = {name: value for name, value in fit.trainer_arguments.items() if name not in _NOT_TAKEN}
     # not by precision="64-true", which strategies may not know
     torch.set_default_dtype(dtype)
     module = fit.module.to(dtype)
     with quietly(), _without_dropout():
         trainer = pl.Trainer(
-            **given,
+            **trainer_arguments,
             **arguments,
             accelerator="cpu",
             max_steps=STEPS,
@@ -376,12 +376,16 @@ def _differing_buffers(copies: Sequence[nn.Module]) -> list[str]:
     of_batch_norms = {
         id(buffer) for m in copies[0].modules() if isinstance(m, BATCH_NORMS) for buffer in m.buffers(recurse=False)
     }
-    others = [dict(module.named_buffers()) for module in copies[1:]]
+    other_copies = [dict(module.named_buffers()) for module in copies[1:]]
     return [
         name
         for name, buffer in copies[0].named_buffers()
         if id(buffer) not in of_batch_norms
-        and any(not torch.allclose(buffer, other[name], rtol=1e-9, equal_nan=True) for other in others if name in other)
+        and any(
+            not torch.allclose(buffer, other[name], rtol=1e-9, equal_nan=True)
+            for other in other_copies
+            if name in other
+        )
     ]
 
 

@@ -36,11 +36,11 @@ class Candidate:
     as_written: Strategy | None = None
 
     @property
-    def written(self) -> str:
+    def code(self) -> str:
         """What to write in a script.
 
         Example:
-            >>> Candidate(strategy="fsdp2", options={"reshard_after_forward": False}, ranks=2).written
+            >>> Candidate(strategy="fsdp2", options={"reshard_after_forward": False}, ranks=2).code
             "FSDP2Strategy(reshard_after_forward=False)"
         """
         if self.as_written is not None:
@@ -60,22 +60,24 @@ class Candidate:
         return strategy
 
 
-def candidates_for(ranks: int, module: nn.Module, written: object = None) -> tuple[list[Candidate], dict[str, str]]:
+def candidates_for(
+    ranks: int, module: nn.Module, script_strategy: object = None
+) -> tuple[list[Candidate], dict[str, str]]:
     """The candidates for a number of ranks.
 
     Args:
         ranks: The number of devices.
         module: What is trained. Activations are recomputed block by block, if it repeats blocks.
-        written: The ``strategy`` that the script gives its Trainer.
+        script_strategy: The ``strategy`` that the script gives its Trainer.
 
     Returns:
         The candidates, and the installed strategies that can't be rehearsed, with why.
     """
     candidates = [Candidate(strategy="auto")]
     refused: dict[str, str] = {}
-    if isinstance(written, Strategy):
-        name = str(getattr(written, "strategy_name", type(written).__name__))
-        candidates.append(Candidate(strategy=name, ranks=ranks, as_written=written))
+    if isinstance(script_strategy, Strategy):
+        name = str(getattr(script_strategy, "strategy_name", type(script_strategy).__name__))
+        candidates.append(Candidate(strategy=name, ranks=ranks, as_written=script_strategy))
     if ranks == 1:
         return candidates, refused
     candidates.append(Candidate(strategy="ddp", ranks=ranks))
@@ -142,26 +144,26 @@ def option_that_keeps_gathered(info: StrategyInfo) -> dict[str, Any]:
     return {}
 
 
-def candidate_of(written: object, name: str | None, ranks: int) -> Candidate:
+def candidate_of(script_strategy: object, name: str | None, ranks: int) -> Candidate:
     """The strategy of that name, or else that of a script.
 
     Args:
-        written: The ``strategy`` that the script gives its Trainer.
+        script_strategy: The ``strategy`` that the script gives its Trainer.
         name: The name; ``None`` for the script's own.
         ranks: The number of ranks.
 
     Raises:
         ShardingError: The script's own is none that shards, or can't be rehearsed.
     """
-    if name is None and isinstance(written, Strategy):
-        label = str(getattr(written, "strategy_name", type(written).__name__))
-        return Candidate(strategy=label, ranks=ranks, as_written=written)
-    if name is None and isinstance(written, str) and written.lower() in registry.strategies():
-        name = written
+    if name is None and isinstance(script_strategy, Strategy):
+        label = str(getattr(script_strategy, "strategy_name", type(script_strategy).__name__))
+        return Candidate(strategy=label, ranks=ranks, as_written=script_strategy)
+    if name is None and isinstance(script_strategy, str) and script_strategy.lower() in registry.strategies():
+        name = script_strategy
         check_rehearsable(name)
     if name is None:
         raise ShardingError(
-            f"the script's Trainer has strategy={written!r}, which shards nothing by this project.\n"
+            f"the script's Trainer has strategy={script_strategy!r}, which shards nothing by this project.\n"
             f"Choose one: --strategy NAME, of {', '.join(registry.strategies())}."
         )
     return Candidate(strategy=name, ranks=ranks)

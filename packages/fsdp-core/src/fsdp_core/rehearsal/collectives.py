@@ -101,16 +101,18 @@ def collective_of(func: Any, args: Sequence[Any], result: Any) -> Collective | N
     if func.namespace == "c10d":
         # the tensors that it writes to come first, where there are others
         received = [tensor for tensor in tree_leaves(args[0]) if isinstance(tensor, Tensor)]
-        given = [tensor for argument in args[:2] for tensor in tree_leaves(argument) if isinstance(tensor, Tensor)]
+        tensors = [tensor for argument in args[:2] for tensor in tree_leaves(argument) if isinstance(tensor, Tensor)]
     else:
         received = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
-        given = [*received, *(tensor for tensor in tree_leaves(args[0]) if isinstance(tensor, Tensor))]
-    if not given:
+        tensors = [*received, *(tensor for tensor in tree_leaves(args[0]) if isinstance(tensor, Tensor))]
+    if not tensors:
         return None
-    sizes = [sum(tensor.nbytes for tensor in received), sum(tensor.nbytes for tensor in given)]
-    whole = max(sizes[0], sizes[1] - sizes[0])
-    ranks = group.size() if group is not None else max(1, whole // max(1, min(tensor.nbytes for tensor in given)))
-    return Collective(name, whole, ranks, given[0].device.type, received)
+    sizes = [sum(tensor.nbytes for tensor in received), sum(tensor.nbytes for tensor in tensors)]
+    whole_bytes = max(sizes[0], sizes[1] - sizes[0])
+    ranks = (
+        group.size() if group is not None else max(1, whole_bytes // max(1, min(tensor.nbytes for tensor in tensors)))
+    )
+    return Collective(name, whole_bytes, ranks, tensors[0].device.type, received)
 
 
 def _group_of(args: Sequence[Any]) -> ProcessGroup | None:

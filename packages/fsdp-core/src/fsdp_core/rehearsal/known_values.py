@@ -57,11 +57,11 @@ class Assumption:
 
     Attributes:
         what: The assumption, in words.
-        where: The file and line that has asked for the values.
+        location: The file and line that has asked for the values.
     """
 
     what: str
-    where: str
+    location: str
 
 
 class KnownValues(TorchDispatchMode):
@@ -169,9 +169,9 @@ class KnownValues(TorchDispatchMode):
         Args:
             what: The assumption, in words.
         """
-        where = users_line()
-        if where:
-            self.assumptions[Assumption(what, where)] += 1
+        location = users_line()
+        if location:
+            self.assumptions[Assumption(what, location)] += 1
 
     def item(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The value of a tensor with one element."""
@@ -215,10 +215,10 @@ class KnownValues(TorchDispatchMode):
 
     def _decide(self, tensor: Tensor) -> bool:
         answer = bool(self._usual_answers.get(tensor, True))
-        where = users_line()
-        self._times_asked[where] += 1
-        if self._times_asked[where] > _SAME_ANSWERS:
-            answer = bool(self._times_asked[where] % 2)
+        location = users_line()
+        self._times_asked[location] += 1
+        if self._times_asked[location] > _SAME_ANSWERS:
+            answer = bool(self._times_asked[location] % 2)
         self.assume(f"a condition is {answer}")
         return answer
 

@@ -33,7 +33,7 @@ class Outcome:
     """What the rehearsal of one candidate has shown, as plain data.
 
     Attributes:
-        written: What to write in the script.
+        code: What to write in the script.
         strategy: The strategy's name.
         ranks: The number of ranks.
         error: Why it can't be rehearsed, or what the run would raise; ``None`` if it went well.
@@ -50,7 +50,7 @@ class Outcome:
         curve: The memory over the step, if it is to be drawn.
     """
 
-    written: str
+    code: str
     strategy: str
     ranks: int
     error: str | None = None
@@ -73,9 +73,9 @@ class Outcome:
 
 def devices_here() -> tuple[int, int]:
     """The number of devices of this machine, and the memory of each in bytes: of the host, if it has no accelerator."""
-    found = devices.device_facts()
-    if found and found[0]["memory"]:
-        return len(found), int(found[0]["memory"])
+    accelerators = devices.device_facts()
+    if accelerators and accelerators[0]["memory"]:
+        return len(accelerators), int(accelerators[0]["memory"])
     return 1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -112,13 +112,11 @@ def rehearse_candidate(fit: CaughtFit, candidate: Candidate, rank: int = 0, *, d
     try:
         return call_in_fork(lambda: _rehearse(fit, candidate, rank, draws))
     except ShardingError as error:
-        return Outcome(
-            written=candidate.written, strategy=candidate.strategy, ranks=candidate.ranks, error=first_line(error)
-        )
+        return Outcome(code=candidate.code, strategy=candidate.strategy, ranks=candidate.ranks, error=first_line(error))
 
 
 def _rehearse(fit: CaughtFit, candidate: Candidate, rank: int, draws: bool) -> Outcome:
-    facts: dict[str, Any] = {"written": candidate.written, "strategy": candidate.strategy, "ranks": candidate.ranks}
+    facts: dict[str, Any] = {"code": candidate.code, "strategy": candidate.strategy, "ranks": candidate.ranks}
     try:
         rehearsal = rehearse_fit(
             RehearsedRun(
@@ -129,7 +127,7 @@ def _rehearse(fit: CaughtFit, candidate: Candidate, rank: int, draws: bool) -> O
                 strategy=candidate.build(),
                 ranks=candidate.ranks,
                 rank=rank,
-                precision=fit.given.get("precision"),
+                precision=fit.trainer_keywords.get("precision"),
             )
         )
     except Exception as error:
@@ -166,7 +164,7 @@ def _outcome(facts: Mapping[str, Any], rehearsal: Rehearsal) -> Outcome:
         calls={name: calls for name, (calls, _) in totals.items()},
         operations=rehearsal.step.operations,
         parameters=rehearsal.numel,
-        assumptions=[(a.what, a.where, times) for a, times in rehearsal.assumptions.items()],
+        assumptions=[(a.what, a.location, times) for a, times in rehearsal.assumptions.items()],
         seconds=rehearsal.seconds,
     )
 

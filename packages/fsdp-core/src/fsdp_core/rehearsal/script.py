@@ -47,18 +47,18 @@ class CaughtFit:
         drawn: The first batches of its loader, as many as were asked for, or as there are.
         batches: The number of batches of an epoch; ``None`` if the loader does not say.
         datamodule: The data module, if it was given one.
-        given: The Trainer's arguments, as the script has given them.
+        trainer_keywords: The Trainer's arguments, as the script has given them.
         seconds_for_batch: How long these batches took.
-        where: The file and line of the call.
+        location: The file and line of the call.
     """
 
     module: pl.LightningModule
     drawn: Sequence[Any]
     batches: int | None
     datamodule: pl.LightningDataModule | None
-    given: Mapping[str, Any]
+    trainer_keywords: Mapping[str, Any]
     seconds_for_batch: float
-    where: str
+    location: str
 
     @property
     def batch(self) -> Any:
@@ -68,19 +68,19 @@ class CaughtFit:
     @property
     def trainer_arguments(self) -> dict[str, Any]:
         """Those of the Trainer's arguments that a rehearsal takes over."""
-        return {name: value for name, value in self.given.items() if name not in _NOT_TAKEN}
+        return {name: value for name, value in self.trainer_keywords.items() if name not in _NOT_TAKEN}
 
     @property
     def callbacks(self) -> list[pl.Callback]:
         """The callbacks that take part in a rehearsal: those of Lightning that change what is trained, or how."""
-        return [callback for callback in self.given["callbacks"] if takes_part(callback)]
+        return [callback for callback in self.trainer_keywords["callbacks"] if takes_part(callback)]
 
     @property
     def left_out(self) -> list[str]:
         """What the Trainer was given beside, which does not take part in a rehearsal, by class or name."""
-        without = [callback for callback in self.given["callbacks"] if not takes_part(callback)]
+        without = [callback for callback in self.trainer_keywords["callbacks"] if not takes_part(callback)]
         names = [type(callback).__name__ for callback in without]
-        return [*names, *(["profiler"] if self.given.get("profiler") else [])]
+        return [*names, *(["profiler"] if self.trainer_keywords.get("profiler") else [])]
 
 
 class _AllCaught(BaseException):
@@ -177,16 +177,16 @@ def _fits_caught(on_fit: Callable[[CaughtFit], None], count: int, patience: floa
     @functools.wraps(build)  # LightningCLI reads the signature
     def __init__(self: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(self, *args, **kwargs).arguments
-        given = {name: value for name, value in bound.items() if name != "self"}
-        given.update(given.pop("kwargs", {}))
-        callbacks = given.get("callbacks") or []
+        keywords = {name: value for name, value in bound.items() if name != "self"}
+        keywords.update(keywords.pop("kwargs", {}))
+        callbacks = keywords.get("callbacks") or []
         # the Trainer appends its own to the list that it is given
-        given["callbacks"] = list(callbacks) if isinstance(callbacks, list) else [callbacks]
-        vars(self)["_given_in_script"] = dict(given)
+        keywords["callbacks"] = list(callbacks) if isinstance(callbacks, list) else [callbacks]
+        vars(self)["_given_in_script"] = dict(keywords)
         own = {"strategy": "auto", "accelerator": "cpu", "devices": 1, "num_nodes": 1, "precision": None}
-        kept = {name: value for name, value in given.items() if name not in ("plugins", "sync_batchnorm")}
-        kept["callbacks"] = list(given["callbacks"])
-        build(self, **{**kept, **own})
+        own_keywords = {name: value for name, value in keywords.items() if name not in ("plugins", "sync_batchnorm")}
+        own_keywords["callbacks"] = list(keywords["callbacks"])
+        build(self, **{**own_keywords, **own})
 
     @functools.wraps(fit)
     def fit_(
@@ -209,9 +209,9 @@ def _fits_caught(on_fit: Callable[[CaughtFit], None], count: int, patience: floa
             drawn=drawn,
             batches=_length(loader),
             datamodule=datamodule,
-            given=vars(self)["_given_in_script"],
+            trainer_keywords=vars(self)["_given_in_script"],
             seconds_for_batch=time.perf_counter() - started,
-            where=line_of_call(),
+            location=line_of_call(),
         )
         set_methods(originals)  # a rehearsal fits
         try:
