@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fsdp_core.cli import fsdp
+from fsdp_core.cli import fsdp, scripts
 from fsdp_core.cli.plan import parse_size
 from fsdp_core.cli.rehearse import rehearse
 from fsdp_core.errors import ShardingError
@@ -25,6 +25,7 @@ from fsdp_core.rehearsal.candidates import Candidate
 from fsdp_core.rehearsal.collectives import Collective, total_sent
 from fsdp_core.rehearsal.known_values import KnownValues
 from fsdp_core.rehearsal.memory import MemoryMode
+from fsdp_core.rehearsal.picture import curve_of
 from fsdp_core.rehearsal.planning import Outcome, ranked, rehearse_candidate
 from fsdp_core.rehearsal.script import CaughtFit, run_script
 from fsdp_core.rehearsal.traffic import UnitCalls, UnitTraffic, compare_traffic, expected_collectives
@@ -408,6 +409,35 @@ def test_rehearse_refuses_a_rank_that_is_none(tmp_path: Path) -> None:
     run = CliRunner().invoke(rehearse, ["--ranks", "4", "--rank", "4", written(tmp_path, SCRIPT)])
     assert run.exit_code == 2
     assert_says(run.output, "--rank 4 is none of 4 ranks")
+
+
+def test_a_picture_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    run = CliRunner().invoke(fsdp, ["plan", "--plot", str(tmp_path / "memory.svg"), written(tmp_path, SCRIPT), "4"])
+    assert run.exit_code == 1
+    assert_says(run.stderr, "a picture needs matplotlib", "pip install matplotlib")
+
+
+@pytest.mark.parametrize("command", ["plan", "prove", "rehearse"])
+def test_commands_that_run_scripts_need_torch(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scripts, "find_spec", lambda name: None)
+    words = ["--ranks", "2"] if command == "rehearse" else []
+    run = CliRunner().invoke(fsdp, [command, *words, "train.py"])
+    assert run.exit_code == 1
+    assert_says(run.stderr, "torch and lightning are not installed", "pip install fsdp-fsdp2")
+
+
+def test_the_curve_of_a_step_has_its_peak() -> None:
+    with MemoryMode() as memory:
+        memory.begin_step()
+        memory.phase = "forward"
+        kept = torch.ones(4)
+        memory.phase, memory.module = "backward", "blocks.0"
+        del kept
+    curve = curve_of(memory.step, "cpu")
+    assert curve.by_content["activations"] == [0, 16, 0]
+    assert [name for name, _ in curve.phases] == ["between", "forward", "backward"]
+    assert [name for name, _ in curve.units] == ["blocks.0"]
 
 
 @pytest.mark.parametrize(("text", "size"), [("80GiB", 80 * 2**30), ("1.5 kB", 1500), ("7", 7)])

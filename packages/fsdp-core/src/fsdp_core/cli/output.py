@@ -23,19 +23,7 @@ __all__ = [
     "print_json",
     "print_table",
     "progress",
-    "script_output_on_stderr",
 ]
-
-
-@contextmanager
-def script_output_on_stderr() -> Iterator[None]:
-    """A context in which what a user's script prints is no part of the command's output."""
-    stdout = sys.stdout
-    sys.stdout = sys.stderr
-    try:
-        yield
-    finally:
-        sys.stdout = stdout
 
 
 def print_table(

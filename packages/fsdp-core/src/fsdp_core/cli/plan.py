@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fsdp_core.cli.output import format_count, format_size, print_json, print_table, script_output_on_stderr
+from fsdp_core.cli.output import format_count, format_size, print_json, print_table
+from fsdp_core.cli.scripts import script_command, script_output_on_stderr
 
 if TYPE_CHECKING:
     from fsdp_core.rehearsal.planning import Outcome
@@ -48,18 +49,17 @@ def _read_size(ctx: click.Context, parameter: click.Parameter, text: str | None)
     return None if text is None else parse_size(text)
 
 
-@click.command("plan", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--devices", type=click.IntRange(1, 16_384), help="How many devices. Default: those that are here.")
-@click.option("--memory", metavar="SIZE", callback=_read_size, help="What each has, such as 80GiB. Default: as here.")
-@click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="The rank that is rehearsed.")
-@click.option("--plot", metavar="FILE", help="Draw the memory of a step, of the first row, as FILE: .svg, .png, .pdf.")
-@click.option("--fits", type=click.IntRange(1), default=1, show_default=True, help="How many calls of fit() to reach.")
-@click.option("--patience", default=60.0, show_default=True, help="Seconds that the first batch may take.")
-@click.option("-m", "as_module", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs to read.")
-@click.argument("script")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.pass_context
+@script_command(
+    "plan",
+    click.option("--devices", type=click.IntRange(1, 16_384), help="How many devices. Default: those that are here."),
+    click.option(
+        "--memory", metavar="SIZE", callback=_read_size, help="What each has, such as 80GiB. Default: as here."
+    ),
+    click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="The rank that is rehearsed."),
+    click.option(
+        "--plot", metavar="FILE", help="Draw the memory of a step, of the first row, as FILE: .svg, .png, .pdf."
+    ),
+)
 def plan(
     ctx: click.Context,
     script: str,

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fsdp_core.cli.output import print_json, print_table, script_output_on_stderr
+from fsdp_core.cli.output import print_json, print_table
+from fsdp_core.cli.scripts import script_command, script_output_on_stderr
 
 if TYPE_CHECKING:
     from fsdp_core.proving.proof import Proof
@@ -36,18 +37,15 @@ def _read_options(ctx: click.Context, parameter: click.Parameter, words: Sequenc
     return options
 
 
-@click.command("prove", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--only", metavar="STRATEGY", help='This strategy alone; or "script" or "references".')
-@click.option("--option", "options", multiple=True, callback=_read_options, help="NAME=VALUE, in JSON, for --only.")
-@click.option("--accept", multiple=True, metavar="CAUSE", help="A difference of this cause is none, e.g. batchnorm.")
-@click.option("--timeout", default=120.0, show_default=True, help="Seconds that one run may take.")
-@click.option("--fits", type=click.IntRange(1), default=1, show_default=True, help="How many calls of fit() to reach.")
-@click.option("--patience", default=60.0, show_default=True, help="Seconds that the first batches may take.")
-@click.option("-m", "as_module", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs to read.")
-@click.argument("script")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.pass_context
+@script_command(
+    "prove",
+    click.option("--only", metavar="STRATEGY", help='This strategy alone; or "script" or "references".'),
+    click.option("--option", "options", multiple=True, callback=_read_options, help="NAME=VALUE, in JSON, for --only."),
+    click.option(
+        "--accept", multiple=True, metavar="CAUSE", help="A difference of this cause is none, e.g. batchnorm."
+    ),
+    click.option("--timeout", default=120.0, show_default=True, help="Seconds that one run may take."),
+)
 def prove(
     ctx: click.Context,
     script: str,

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fsdp_core.cli.output import format_count, format_size, print_json, print_table, script_output_on_stderr
+from fsdp_core.cli.output import format_count, format_size, print_json, print_table
+from fsdp_core.cli.scripts import script_command, script_output_on_stderr
 from fsdp_core.errors import FSDPError, ShardingError, first_line
 
 if TYPE_CHECKING:
@@ -26,17 +27,12 @@ _DIFFERS = 3
 _LEAST_PADDING = 0.01
 
 
-@click.command("rehearse", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--ranks", type=click.IntRange(2, 16_384), required=True, help="How many ranks.")
-@click.option("--rank", type=click.IntRange(0), help="The rank that is rehearsed. Default: the last one.")
-@click.option("--strategy", metavar="NAME", help="The strategy. Default: that of the script.")
-@click.option("--fits", type=click.IntRange(1), default=1, show_default=True, help="How many calls of fit() to reach.")
-@click.option("--patience", default=60.0, show_default=True, help="Seconds that the first batch may take.")
-@click.option("-m", "as_module", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs to read.")
-@click.argument("script")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.pass_context
+@script_command(
+    "rehearse",
+    click.option("--ranks", type=click.IntRange(2, 16_384), required=True, help="How many ranks."),
+    click.option("--rank", type=click.IntRange(0), help="The rank that is rehearsed. Default: the last one."),
+    click.option("--strategy", metavar="NAME", help="The strategy. Default: that of the script."),
+)
 def rehearse(
     ctx: click.Context,
     script: str,
