@@ -397,6 +397,7 @@ def run_prove(*words: str, status: int) -> str:
     return run.stdout
 
 
+@pytest.mark.everything
 def test_prove_names_what_differs(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(dedent(SCRIPT))

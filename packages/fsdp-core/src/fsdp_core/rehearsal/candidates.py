@@ -40,8 +40,8 @@ class Candidate:
         """What to write in a script.
 
         Example:
-            >>> Candidate(strategy="fsdp2", options={"reshard_after_forward": False}, ranks=2).code
-            "FSDP2Strategy(reshard_after_forward=False)"
+            >>> Candidate(strategy="ddp", ranks=2).code
+            'strategy="ddp"'
         """
         if self.as_written is not None:
             return f"{type(self.as_written).__name__}(...), as in the script"
