@@ -161,6 +161,9 @@ def test_an_integer_that_floats_were_written_to_is_not_known_any_more() -> None:
         values.know(fake, KNOWN)
         fake.copy_(torch.rand(4))
         assert fake.max().item() == 1
+        values.know(fake, KNOWN)
+        torch.floor_divide(torch.randint(9, (4,)), 2, out=fake)
+        assert fake.max().item() == 1
     assert values.assumptions
 
 
@@ -244,6 +247,11 @@ def test_scripts_without_a_fit_to_rehearse(tmp_path: Path, source: str, words: l
     with pytest.raises(ShardingError) as raised:
         run_script(written(tmp_path, source), ["4"], lambda fit: None, patience=0.2)
     assert_says(str(raised.value), *words)
+
+
+def test_a_script_that_is_not_there() -> None:
+    with pytest.raises(ShardingError, match="there is no script 'trian.py'"):
+        run_script("trian.py", [], lambda fit: None)
 
 
 def test_a_fit_is_caught_with_the_script_around_it(tmp_path: Path) -> None:

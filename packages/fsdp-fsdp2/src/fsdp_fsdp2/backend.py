@@ -64,13 +64,13 @@ from fsdp_fsdp2.tensor_parallel.styles import (
     tensor_parallelize,
     tie_again,
 )
-from fsdp_fsdp2.torch_private.chunks import chunks_when_used
 from fsdp_fsdp2.torch_private.parameter_groups import (
     is_unshardable,
     offloaded_parameters,
     parameters_of,
     reset_sharded_params,
 )
+from fsdp_fsdp2.torch_private.rank_chunks import chunks_when_used
 from fsdp_fsdp2.user_sharding.built_parameters import follow_building, note_built
 from fsdp_fsdp2.user_sharding.initial_values import materialize_sharded, refuse_changed_on_meta
 from fsdp_fsdp2.user_sharding.parallelize_fn import call_parallelize_fn

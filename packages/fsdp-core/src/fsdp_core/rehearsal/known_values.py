@@ -157,8 +157,8 @@ class KnownValues(TorchDispatchMode):
             for value, real in zip(results, reals, strict=True):
                 self._real_of[value] = real
         except Exception:
-            if is_mutable(func):  # what was known of it is no longer so
-                for tensor in arguments[:1]:
+            if is_mutable(func):  # what was known of what it writes to, an out= too, is no longer so
+                for tensor in (*arguments[:1], *results):
                     self._real_of.pop(tensor, None)
 
     # -- answers ---------------------------------------------------------------------------------------------------

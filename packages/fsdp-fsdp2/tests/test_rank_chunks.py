@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
 
-from fsdp_fsdp2.torch_private.chunks import Chunks
+from fsdp_fsdp2.torch_private.rank_chunks import Chunks
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 12])
