@@ -250,7 +250,7 @@ def test_scripts_without_a_fit_to_rehearse(tmp_path: Path, source: str, words: l
 
 
 def test_a_script_that_is_not_there() -> None:
-    with pytest.raises(ShardingError, match="there is no script 'trian.py'"):
+    with pytest.raises(ShardingError, match=r"there is no script 'trian\.py'"):
         run_script("trian.py", [], lambda fit: None)
 
 

@@ -115,8 +115,8 @@ def run_script(
         How the script has failed after a fit, in words; ``None`` if it has not.
 
     Raises:
-        ShardingError: There is no such script; it ends, or raises, before it has called ``Trainer.fit``; its loader is empty, or
-            takes longer; or it trains under Fabric.
+        ShardingError: There is no such script; it ends, or raises, before it has called ``Trainer.fit``; its loader is
+            empty, or takes longer; or it trains under Fabric.
     """
     if not as_module and not Path(script).is_file():
         raise ShardingError(f"there is no script {script!r}.\nGive its path; or the name of a module, after -m.")
