@@ -11,6 +11,7 @@ import click
 from fsdp_core.cli.output import print_table
 from fsdp_core.errors import BrokenStrategyError
 from fsdp_core.plugins import registry
+from fsdp_core.plugins.auto_info import AUTO
 from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.plugins.discovery import discover, error_text
 
@@ -56,8 +57,9 @@ def list_strategies(as_json: bool) -> None:
     Also shows which packages could be installed, which plugins are broken or have side effects, and which names are
     ambiguous or stay Lightning's own.
     """
+    names = list(registry.strategies())
     everything = {
-        "strategies": [_row(name) for name in registry.strategies()],
+        "strategies": [_row(name) for name in (*names, *([AUTO.name] if names else []))],
         "not_installed": [
             {"name": name, "package": package, "install": f"pip install {package}"}
             for name, package in registry.not_installed().items()

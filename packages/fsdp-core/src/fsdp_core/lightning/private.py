@@ -34,6 +34,9 @@ from lightning.fabric.utilities.seed import reset_seed
 
 # Holds whether a loop is restarting; the property by which the fit loop overrides it can't be set to false.
 from lightning.pytorch.loops.loop import _Loop as Loop
+
+# What a Trainer calls to start processes. Lightning offers no public way to act before them.
+from lightning.pytorch.strategies.launchers.launcher import _Launcher as TrainerLauncher
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as TrainerForkLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as TrainerSubprocessLauncher,
@@ -45,6 +48,7 @@ __all__ = [
     "FabricForkLauncher",
     "FabricSubprocessLauncher",
     "TrainerForkLauncher",
+    "TrainerLauncher",
     "TrainerSubprocessLauncher",
     "always_load_loader_states",
     "always_say_what_is_saved",
@@ -66,10 +70,12 @@ __all__ = [
     "logs_graph",
     "note_sigterm",
     "path_to_resume_from",
+    "precision_of",
     "reset_seed",
     "set_checkpoint_in_use",
     "set_sampler_epoch",
     "take_progress",
+    "take_strategy",
     "wrapped_sampler",
 ]
 
@@ -269,3 +275,32 @@ def before_each_fetch(fit_loop: Any, call: Callable[[], None]) -> None:
         tell_profiler(epoch_loop)
 
     epoch_loop._on_before_fetch = on_before_fetch
+
+
+def precision_of(trainer: Any) -> dict[str, Any]:
+    """The arguments by which a Trainer was given its precision: ``precision``, or ``plugins``."""
+    connector = trainer._accelerator_connector
+    if connector._precision_plugin_flag is not None:
+        return {"plugins": [connector._precision_plugin_flag]}
+    return {"precision": connector._precision_flag}
+
+
+def take_strategy(trainer: Any, strategy: Any, module: Any) -> Any:
+    """Give a Trainer another strategy, before anything was set up, as if it had been built with that.
+
+    Args:
+        trainer: The Trainer.
+        strategy: The strategy, by name or as an object; ``"auto"`` is what Lightning chooses.
+        module: What the Trainer is about to run.
+
+    Returns:
+        The strategy.
+    """
+    connector = trainer._accelerator_connector
+    connector._strategy_flag = connector._choose_strategy() if strategy == "auto" else strategy
+    connector._check_strategy_and_fallback()
+    connector._init_strategy()
+    connector.precision_plugin = connector._check_and_init_precision()
+    connector._lazy_init_strategy()
+    connector.strategy._lightning_module = module  # as Trainer.fit does
+    return connector.strategy

@@ -16,6 +16,7 @@ from fsdp_core.errors import (
     UnsupportedCapabilityError,
 )
 from fsdp_core.plugins import availability
+from fsdp_core.plugins.auto_info import AUTO
 from fsdp_core.plugins.availability import import_object, why_unavailable
 from fsdp_core.plugins.discovery import BrokenPlugin, Claim, Provider, discover, error_text, forget_if_outdated
 from fsdp_core.plugins.lightning_names import kept_by_lightning
@@ -62,10 +63,11 @@ CUTOFF = 0.6  # difflib's own for close matches
 
 
 def strategies() -> dict[str, StrategyInfo]:
-    """The installed strategies, by name, in alphabetical order.
+    """The strategies of the installed packages, by name, in alphabetical order.
 
-    Names that several packages claim are left out (see :func:`duplicates`), as are those of plugins that failed to
-    load (see :func:`broken`). For whether a strategy can run on this machine, see :func:`unavailable`.
+    ``"fsdp_auto"``, which chooses one of them, is not among them. Names that several packages claim are left out (see
+    :func:`duplicates`), as are those of plugins that failed to load (see :func:`broken`). For whether a strategy can
+    run on this machine, see :func:`unavailable`.
     """
     return {name: claims[0].info for name, claims in discover().claims.items() if len(claims) == 1}
 
@@ -179,7 +181,7 @@ def not_installed() -> dict[str, str]:
 def known_names() -> list[str]:
     """Every name for which :func:`resolve` returns a class or raises something more specific than "unknown"."""
     discovery = discover()
-    return sorted({*discovery.claims, *FIRST_PARTY, *(plugin.name for plugin in discovery.broken)})
+    return sorted({AUTO.name, *discovery.claims, *FIRST_PARTY, *(plugin.name for plugin in discovery.broken)})
 
 
 def claimants(name: str) -> tuple[Provider, ...]:
@@ -331,10 +333,12 @@ def _find_claim(name: str) -> Claim:
         raise TypeError(f"a strategy's name is a string, not a {type(name).__name__}.\nType `fsdp list` to see them.")
     key = name.lower()
     claims = discover().claims.get(key, ())
+    if key == AUTO.name:
+        claims = (Claim(info=AUTO, provider=_own_provider()), *claims)
     if len(claims) == 1:
         return claims[0]
     if claims:
-        raise ambiguous_strategy(key)
+        raise DuplicateStrategyError("\n".join(ambiguity(key, [claim.provider for claim in claims])))
     for plugin in _broken_plugins_of(key):
         raise BrokenStrategyError(
             f"strategy {key!r} can't be used: {plugin}\nFix it, or type: {plugin.remedy}"
@@ -351,6 +355,12 @@ def _find_claim(name: str) -> Claim:
             "\n".join([f"strategy {key!r} is not installed. Type: pip install {package}", *_inventory(missing=False)])
         )
     raise lightnings_own(key) if kept_by_lightning(key) else unknown_strategy(key)
+
+
+def _own_provider() -> Provider:
+    from fsdp_core import __version__
+
+    return Provider(name="fsdp-core", version=__version__)
 
 
 def _broken_plugins_of(name: str) -> list[BrokenPlugin]:

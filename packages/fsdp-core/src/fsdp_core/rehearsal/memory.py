@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_core.gradients.clipping import local_tensor
 from fsdp_core.rehearsal.collectives import Collective, collective_of
+from fsdp_core.rehearsal.computation import flops_of
 from fsdp_core.torch_private.fake_tensors import active_fake_mode, tree_leaves
 from fsdp_core.torch_private.tensors import TorchDispatchMode, is_fake
 
@@ -116,12 +117,14 @@ class StepRecord:
         changes: What was allocated, resized and freed in it, in order.
         collectives: The collectives, in order.
         operations: The number of operations.
+        flops: The floating-point operations of its matrix products, convolutions and attention.
     """
 
     start: list[tuple[Allocation, int]] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
     operations: int = 0
+    flops: int = 0
 
     def peak(self, device: str) -> Peak:
         """The moment when most bytes on a kind of device were live.
@@ -269,6 +272,7 @@ class MemoryMode(TorchDispatchMode):
         if self._fake_mode is not active_fake_mode():
             return result  # computed for real in between, on values that a rehearsal knows
         self._record.operations += 1
+        self._record.flops += flops_of(func, args, kwargs or {}, result)
         collective = collective_of(func, args, result)
         if collective is not None:
             self._communicate(collective, result)

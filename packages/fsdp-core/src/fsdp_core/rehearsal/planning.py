@@ -44,6 +44,7 @@ class Outcome:
         sent_bytes: The bytes that this rank sends in a step.
         calls: Calls of collectives in a step, by name.
         operations: The operations of a step.
+        flops: The floating-point operations of its matrix products, convolutions and attention.
         parameters: The number of the model's parameters.
         assumptions: What was assumed of values: in words, where, and how often.
         seconds: The CPU time of the rehearsal.
@@ -61,6 +62,7 @@ class Outcome:
     sent_bytes: int = 0
     calls: Mapping[str, int] = field(default_factory=dict)
     operations: int = 0
+    flops: int = 0
     parameters: int = 0
     assumptions: Sequence[tuple[str, str, int]] = ()
     seconds: float = 0.0
@@ -82,7 +84,7 @@ def devices_here() -> tuple[int, int]:
 def ranked(outcomes: Iterable[Outcome], memory: int) -> list[Outcome]:
     """Outcomes from the one that costs least to the one that costs most, those that do not fit after all that do.
 
-    Of those that fit, fewer bytes sent are better, then fewer operations, which activation checkpointing repeats. Of
+    Of those that fit, fewer bytes sent are better, then less computation, which activation checkpointing repeats. Of
     those that do not, less memory is. What can't be rehearsed comes last.
 
     Args:
@@ -95,7 +97,7 @@ def ranked(outcomes: Iterable[Outcome], memory: int) -> list[Outcome]:
             return 2, 0
         if not outcome.fits(memory):
             return 1, outcome.peak_bytes
-        return 0, outcome.ranks == 1, outcome.sent_bytes, outcome.operations
+        return 0, outcome.ranks == 1, outcome.sent_bytes, outcome.flops, outcome.operations
 
     return sorted(outcomes, key=cost)
 
@@ -163,6 +165,7 @@ def _outcome(facts: Mapping[str, Any], rehearsal: Rehearsal) -> Outcome:
         sent_bytes=sum(sent for _, sent in totals.values()),
         calls={name: calls for name, (calls, _) in totals.items()},
         operations=rehearsal.step.operations,
+        flops=rehearsal.step.flops,
         parameters=rehearsal.numel,
         assumptions=[(a.what, a.location, times) for a, times in rehearsal.assumptions.items()],
         seconds=rehearsal.seconds,

@@ -24,7 +24,7 @@ from fsdp_core.rehearsal.fit import takes_part
 from fsdp_core.rehearsal.users_code import line_of_call, line_of_error
 from fsdp_core.state.fqn import unwrap_compiled
 
-__all__ = ["CaughtFit", "run_script"]
+__all__ = ["CaughtFit", "fit_of_trainer", "run_script"]
 
 #: Arguments of the Trainer that say where and beside what a run trains: a rehearsal has its own.
 _NOT_TAKEN = frozenset(
@@ -300,3 +300,41 @@ def _first_batches(loader: Any, count: int, patience: float) -> list[Any]:
         )
     batches: list[Any] = drawn
     return batches
+
+
+def fit_of_trainer(
+    trainer: pl.Trainer, module: Any, loaders: Any, datamodule: Any, precision: Mapping[str, Any]
+) -> CaughtFit:
+    """The fit that a Trainer has begun, with the first batch of its loader.
+
+    Args:
+        trainer: The Trainer.
+        module: Its module.
+        loaders: The train loaders that it was given; ``None`` if the module or the data module has them.
+        datamodule: The data module, if it was given one.
+        precision: The arguments by which the Trainer was given its precision.
+
+    Raises:
+        ShardingError: The loader is empty, or takes longer than a minute for its first batch.
+    """
+    module = unwrap_compiled(module)
+    started = time.perf_counter()
+    loader = _loader_of(trainer, module, loaders, datamodule)
+    drawn = _first_batches(loader, 1, 60.0)
+    keywords = {name: getattr(trainer, name) for name in _KEPT_BY_TRAINERS}
+    return CaughtFit(
+        module=module,
+        drawn=drawn,
+        batches=_length(loader),
+        datamodule=datamodule,
+        trainer_keywords={**keywords, **precision, "callbacks": list(vars(trainer)["callbacks"])},
+        seconds_for_batch=time.perf_counter() - started,
+        location=line_of_call(),
+    )
+
+
+#: Arguments of the Trainer that change what a step allocates, which it keeps as attributes.
+_KEPT_BY_TRAINERS = (
+    *("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "max_epochs", "max_steps"),
+    *("limit_train_batches", "log_every_n_steps"),
+)

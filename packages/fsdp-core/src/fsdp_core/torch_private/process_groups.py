@@ -13,6 +13,7 @@ import torch.distributed as dist
 __all__ = [
     "Collective",
     "default_store",
+    "forget_groups_of_parent",
     "is_default_group",
     "last_collective",
     "process_groups",
@@ -26,6 +27,29 @@ def default_store() -> Any:
     There is no public way to get it. Unlike a collective, it can be used while other ranks wait in a collective.
     """
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+
+
+#: Groups that were forgotten, which this process must not destroy.
+_FORGOTTEN: list[Any] = []
+
+
+def forget_groups_of_parent() -> None:
+    """Forget the process groups of the process that this one was forked from, without ending or telling them.
+
+    The threads of a group are the parent's, and so are its connections: to destroy it would wait for threads that are
+    not there. Nothing public leaves groups alone.
+    """
+    if not dist.is_initialized():
+        return
+    c10d: Any = dist.distributed_c10d
+    world = c10d._world
+    tables = (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag)
+    for table in (*tables, world.tags_to_pg, world.pg_coalesce_state):
+        _FORGOTTEN.append((world.default_pg, dict(table)))
+        table.clear()
+    c10d._update_default_pg(None)
+    c10d._unregister_all_process_groups()
+    world.group_count = 0
 
 
 @dataclass(frozen=True, kw_only=True)

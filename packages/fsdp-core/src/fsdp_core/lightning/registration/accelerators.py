@@ -18,6 +18,7 @@ from fsdp_core.device_names import ANY_ACCELERATOR, LIGHTNINGS_OWN, PACKAGES, VI
 from fsdp_core.errors import StrategyUnavailableError
 from fsdp_core.lightning.patching import mark_wrapper, replace_function
 from fsdp_core.plugins import registry
+from fsdp_core.plugins.auto_info import AUTO
 from fsdp_core.plugins.strategy_info import FrontEnd
 
 __all__ = ["enter_accelerator"]
@@ -109,7 +110,7 @@ def _runs_on_any_accelerator(strategy: Any) -> bool:
         strategy = strategy.strategy_name
     if not isinstance(strategy, str):
         return False
-    info = registry.strategies().get(strategy.lower())
+    info = {**registry.strategies(), AUTO.name: AUTO}.get(strategy.lower())
     return info is not None and ANY_ACCELERATOR in info.accelerators
 
 

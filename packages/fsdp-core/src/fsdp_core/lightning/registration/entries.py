@@ -21,6 +21,7 @@ from fsdp_core.lightning.registration.accelerators import enter_accelerator
 from fsdp_core.lightning.registration.deferred_names import fill_when_read
 from fsdp_core.lightning.registration.sharded_elsewhere import install_refusal
 from fsdp_core.plugins import registry
+from fsdp_core.plugins.auto_info import AUTO
 from fsdp_core.plugins.discovery import forget_if_outdated
 from fsdp_core.plugins.lightning_names import TAKEN_OVER
 from fsdp_core.plugins.strategy_info import FrontEnd
@@ -153,7 +154,7 @@ def enter(module: ModuleType) -> None:
 
 def _enter_names(names: Any, module: ModuleType) -> None:
     location = _LOCATIONS[module.__name__]
-    infos = registry.strategies()
+    infos = {**registry.strategies(), AUTO.name: AUTO}
     lightning_names = []
     for name in registry.known_names():
         # not names.get(name), which builds the strategy in Lightning's registries

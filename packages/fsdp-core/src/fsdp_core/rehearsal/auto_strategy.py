@@ -1,0 +1,252 @@
+"""``strategy="fsdp_auto"``: rehearses the fit before a process is started, and trains by what fits and costs least."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.accelerators import XLAAccelerator
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch import distributed
+
+from fsdp_core import devices
+from fsdp_core.device_names import ANY_ACCELERATOR
+from fsdp_core.errors import ShardingError, UnsupportedCapabilityError, first_line
+from fsdp_core.lightning.launchers.notebooks import is_interactive
+from fsdp_core.lightning.private import TrainerLauncher, precision_of, take_strategy
+from fsdp_core.plugins import registry
+from fsdp_core.rehearsal.candidates import Candidate, candidates_for
+from fsdp_core.rehearsal.choosing import Choice, choose
+from fsdp_core.rehearsal.planning import Outcome, call_in_fork, rehearse_candidate
+from fsdp_core.rehearsal.script import fit_of_trainer
+from fsdp_core.torch_private.process_groups import forget_groups_of_parent
+
+__all__ = ["AutoStrategy"]
+
+log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+
+#: The environment variable by which the processes that a launcher starts learn what was chosen.
+_CHOICE = "FSDP_AUTO_CHOICE"
+
+#: How long ranks wait for the one that plans.
+_PATIENCE = timedelta(minutes=30)
+
+#: Stores by which ranks of this process have agreed. Their server may be that of a process group that comes later.
+_STORES: list[Any] = []
+
+
+class AutoStrategy(DDPStrategy):
+    """Trains a fit by the strategy that fits the devices and costs least, found out before a process is started.
+
+    ``Trainer.fit`` is rehearsed on fake tensors, as ``fsdp plan`` does, with DDP and with each installed strategy and
+    the options that change its memory. The Trainer then has the strategy that was chosen, and keeps it.
+
+    Args:
+        memory: The bytes that each device has. By default they are asked; for CPUs, each rank has a share of the
+            host's.
+
+    Raises:
+        ShardingError: From ``Trainer.fit``: nothing fits, the fit can't be rehearsed, or it is no fit.
+    """
+
+    strategy_name = "fsdp_auto"
+
+    def __init__(self, memory: int | None = None) -> None:
+        super().__init__()
+        self.memory = memory
+
+    def _configure_launcher(self) -> None:
+        if isinstance(self.accelerator, XLAAccelerator):
+            raise UnsupportedCapabilityError(
+                f"{self.strategy_name} can't choose for XLA's devices: strategies there record what they compute for a "
+                "compiler, which a rehearsal does not run.\nWrite a strategy by its name, such as one that `fsdp list` "
+                "shows on 'xla'."
+            )
+        self._launcher = _PlanningLauncher(self)
+
+
+class _PlanningLauncher(TrainerLauncher):
+    """Gives a Trainer the strategy that is chosen for its fit, and launches as that does."""
+
+    def __init__(self, strategy: AutoStrategy) -> None:
+        self._strategy = strategy
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        return True
+
+    def kill(self, signum: Any) -> None:
+        """Nothing to do: the chosen strategy's launcher starts processes."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        if trainer is None or not trainer.state.fn or trainer.state.fn.value != "fit":
+            raise ShardingError(
+                f"strategy={self._strategy.strategy_name!r} chooses for a fit, and this Trainer has not fitted yet.\n"
+                "Call trainer.fit() first, whose choice is kept; or write a strategy by its name."
+            )
+        strategy = self._strategy
+        environment = strategy.cluster_environment
+        assert environment is not None
+        module, loaders, datamodule = args[0], args[1], args[3]
+        starts_ranks = not environment.creates_processes_externally
+        words = os.environ.pop(_CHOICE, None)  # of the process that has started this one
+        if words is None:
+            words = _agree(strategy, starts_ranks, lambda: _choose(strategy, trainer, module, loaders, datamodule))
+        choice = Choice(**json.loads(words))
+        chosen = take_strategy(trainer, _build(choice), module)
+        vars(trainer)["callbacks"].insert(0, _ChoiceInCheckpoints(choice))
+        if trainer.is_global_zero:
+            _announce(choice)
+        if chosen.launcher is None:
+            return function(*args, **kwargs)
+        if starts_ranks:
+            os.environ[_CHOICE] = words
+
+        def run_here(*args: Any, **kwargs: Any) -> Any:
+            os.environ.pop(_CHOICE, None)  # it was for the processes that were started meanwhile
+            return function(*args, **kwargs)
+
+        return chosen.launcher.launch(run_here, *args, trainer=trainer, **kwargs)
+
+
+def _build(choice: Choice) -> str | Strategy:
+    """The strategy that was chosen, as the Trainer takes it."""
+    if choice.strategy == "ddp":
+        return "ddp_notebook" if is_interactive() else "ddp"
+    return Candidate(strategy=choice.strategy, options=choice.options, ranks=choice.ranks).build()
+
+
+def _announce(choice: Choice) -> None:
+    log.info(f"fsdp_auto: {choice.code}, on {_count(choice.ranks)}.")
+    log.info(f"Why: {choice.reason}.")
+    log.info("To write it down, give the Trainer the first line; `fsdp plan` shows what else there is.")
+    for assumption in choice.assumptions:
+        log.info(f"Assumed: {assumption}")
+
+
+def _count(devices: int) -> str:
+    return f"{devices} device{'s' * (devices > 1)}"
+
+
+def _choose(strategy: AutoStrategy, trainer: pl.Trainer, module: Any, loaders: Any, datamodule: Any) -> Choice:
+    """Rehearse the fit with each candidate, in a process that is forked for it, and choose."""
+    ranks = strategy.num_processes * strategy.num_nodes
+    kind = strategy.root_device.type
+    is_ready = _is_initialized(kind)
+    here = strategy.memory or (_device_memory(kind, strategy.num_processes) if is_ready else None)
+
+    def plan() -> tuple[int, list[tuple[Candidate, Outcome]]] | str:
+        try:
+            forget_groups_of_parent()  # of an earlier fit of this process
+            memory = here or _device_memory(kind, strategy.num_processes)
+            fit = fit_of_trainer(trainer, module, loaders, datamodule, precision_of(trainer))
+            candidates, _ = candidates_for(ranks, fit.module)
+            wanted = [candidate for candidate in candidates if candidate.ranks == ranks and _runs_on(candidate, kind)]
+            return memory, [(candidate, rehearse_candidate(fit, candidate)) for candidate in wanted]
+        except Exception as error:
+            return f"{type(error).__name__}: {first_line(error)}"
+
+    answer = call_in_fork(plan)
+    if isinstance(answer, str):
+        raise ShardingError(
+            f"the fit could not be rehearsed, so that nothing can be chosen: {answer}.\n"
+            f"Write a strategy by its name, of {', '.join(registry.strategies())}."
+        )
+    memory, planned = answer
+    return choose(planned, memory)
+
+
+def _runs_on(candidate: Candidate, kind: str) -> bool:
+    if candidate.strategy in ("auto", "ddp"):
+        return True
+    accelerators = registry.describe(candidate.strategy).accelerators
+    return kind in accelerators or (kind != "cpu" and ANY_ACCELERATOR in accelerators)
+
+
+def _is_initialized(kind: str) -> bool:
+    """Whether this process uses a kind of device already, so that a fork of it can't."""
+    ask: Any = getattr(torch.get_device_module(kind), "is_initialized", None) if kind != "cpu" else None
+    return ask is not None and bool(ask())
+
+
+def _device_memory(kind: str, ranks_here: int) -> int:
+    """The bytes of each device of a kind; for CPUs, each rank's share of the host's."""
+    if kind == "cpu":
+        return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // max(1, ranks_here))
+    memory = [facts["memory"] for facts in devices.device_facts()]
+    if not memory or None in memory:
+        raise ShardingError(
+            f"how much memory the devices {kind!r} have is not told by torch.\n"
+            "Say it: strategy=AutoStrategy(memory=...), in bytes, from fsdp_core.rehearsal.auto_strategy."
+        )
+    return int(min(memory))
+
+
+def _agree(strategy: AutoStrategy, starts_ranks: bool, plan: Callable[[], Choice]) -> str:
+    """Let the first of the processes that are there plan, and tell the others what was chosen, or why nothing was."""
+    environment = strategy.cluster_environment
+    assert environment is not None
+    if starts_ranks:  # one process of each host is there
+        rank, processes = environment.node_rank(), strategy.num_nodes
+    else:
+        rank, processes = strategy.global_rank, strategy.num_nodes * strategy.num_processes
+    answer = _plan_in_words(plan) if rank == 0 else ""
+    if processes > 1:
+        answer = _tell_others(answer, rank, processes, environment)
+    result: Mapping[str, str] = json.loads(answer)
+    if "error" in result:
+        raise ShardingError(result["error"])
+    return result["choice"]
+
+
+def _plan_in_words(plan: Callable[[], Choice]) -> str:
+    try:
+        return json.dumps({"choice": json.dumps(asdict(plan()))})
+    except ShardingError as error:
+        return json.dumps({"error": str(error)})
+
+
+def _tell_others(answer: str, rank: int, processes: int, environment: Any) -> str:
+    """Send the first process's answer to all: by the process group, if there is one, or a store of its own."""
+    if distributed.is_initialized():
+        answers = [answer]
+        distributed.broadcast_object_list(answers, src=0)
+        return answers[0]
+    address = f"tcp://{environment.main_address}:{environment.main_port}"
+    rendezvous: Any = distributed.rendezvous  # type: ignore[attr-defined]
+    store, _, _ = next(rendezvous(address, rank=rank, world_size=processes, timeout=_PATIENCE))
+    _STORES.append(store)
+    key = f"fsdp_auto/{len(_STORES)}"
+    if rank == 0:
+        store.set(key, answer)
+    return str(store.get(key).decode())
+
+
+class _ChoiceInCheckpoints(pl.Callback):
+    """Stores what was chosen in checkpoints, and says if a resume has chosen something else."""
+
+    def __init__(self, choice: Choice) -> None:
+        self._choice = choice
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        checkpoint["fsdp_auto"] = {"code": self._choice.code, "devices": self._choice.ranks}
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        before = checkpoint.get("fsdp_auto")
+        now = {"code": self._choice.code, "devices": self._choice.ranks}
+        if before is not None and before != now and trainer.is_global_zero:
+            log.info(
+                f"fsdp_auto: the checkpoint was written on {_count(before['devices'])} by {before['code']}; "
+                "this run goes on by its own choice."
+            )
