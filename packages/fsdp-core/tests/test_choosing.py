@@ -22,8 +22,8 @@ def planned(strategy: str, peak: int = 100, sent: int = 0, flops: int = 0, **mor
 @pytest.mark.parametrize(
     ("memory", "others", "chosen"),
     [
-        (110, [planned("b", peak=99)], "a"),  # a tenth to spare, to the byte
-        (109, [planned("b", peak=99)], "b"),
+        (110, [planned("b", peak=99, sent=2000)], "a"),  # a tenth to spare, to the byte
+        (109, [planned("b", peak=99, sent=2000)], "b"),
         (1000, [planned("b", sent=900, flops=200)], "b"),
         (1000, [planned("b", sent=950, flops=100)], "a"),  # less than a tenth fewer
         (1000, [planned("b", sent=1050, flops=50)], "b"),  # alike in bytes: less computation

@@ -82,6 +82,7 @@ def plan(
     Exit status: 0, or 3 if nothing fits the memory, 1 for an error, 2 for wrong usage.
     """
     from fsdp_core.rehearsal.candidates import candidates_for
+    from fsdp_core.rehearsal.changes import cheapest_changes
     from fsdp_core.rehearsal.planning import devices_here, ranked, rehearse_candidate
     from fsdp_core.rehearsal.script import run_script
 
@@ -90,7 +91,7 @@ def plan(
     if rank >= devices:
         raise click.BadParameter(f"--rank {rank} is none of {devices} ranks, which are numbered from 0.")
     refused: dict[str, str] = {}
-    plans: list[tuple[CaughtFit, list[Outcome]]] = []
+    plans: list[tuple[CaughtFit, list[Outcome], list[Outcome]]] = []
 
     def rehearse(fit: CaughtFit) -> None:
         candidates, without = candidates_for(devices, fit.module, fit.trainer_keywords.get("strategy"))
@@ -99,7 +100,9 @@ def plan(
             for candidate in candidates
         ]
         refused.update(without)
-        plans.append((fit, ranked(outcomes, memory)))
+        does_fit = any(outcome.fits(memory) for outcome in outcomes)
+        changes = [] if does_fit else cheapest_changes(fit, list(zip(candidates, outcomes, strict=True)), memory)
+        plans.append((fit, ranked(outcomes, memory), changes))
 
     with script_output_on_stderr():
         failure = run_script(script, arguments, rehearse, fits=fits, patience=patience, as_module=as_module)
@@ -111,19 +114,19 @@ def plan(
                 "devices": devices,
                 "memory_bytes": memory,
                 "rank": rank,
-                "fits": [_as_data(fit, outcomes, memory) for fit, outcomes in plans],
+                "fits": [_as_data(fit, outcomes, changes, memory) for fit, outcomes, changes in plans],
                 "not_rehearsed": refused,
                 "script_failed": failure,
             }
         )
     else:
-        for fit, outcomes in plans:
-            _print_plan(fit, outcomes, devices, memory)
+        for fit, outcomes, changes in plans:
+            _print_plan(fit, outcomes, changes, devices, memory)
         for name, why in refused.items():
             click.echo(f"Not rehearsed: {name}: {why}.")
         if failure is not None:
             click.echo(f"After that, the script {failure}. If it has other fits, they are not planned.")
-    ctx.exit(0 if all(any(o.fits(memory) for o in outcomes) for _, outcomes in plans) else _NOTHING_FITS)
+    ctx.exit(0 if all(any(o.fits(memory) for o in outcomes) for _, outcomes, _ in plans) else _NOTHING_FITS)
 
 
 def _draw_first(outcomes: Sequence[Outcome], path: str) -> None:
@@ -136,11 +139,15 @@ def _draw_first(outcomes: Sequence[Outcome], path: str) -> None:
         draw(best.curve, f"{best.code}{ranks}", path)
 
 
-def _as_data(fit: CaughtFit, outcomes: Sequence[Outcome], memory: int) -> dict[str, Any]:
-    rows = [{**asdict(replace(outcome, curve=None)), "fits": outcome.fits(memory)} for outcome in outcomes]
-    for row in rows:
-        del row["curve"]
-    return {"location": fit.location, "module": type(fit.module).__name__, "left_out": fit.left_out, "plans": rows}
+def _as_data(
+    fit: CaughtFit, outcomes: Sequence[Outcome], changes: Sequence[Outcome], memory: int
+) -> dict[str, Any]:
+    def rows(of: Sequence[Outcome]) -> list[dict[str, Any]]:
+        data = [{**asdict(replace(outcome, curve=None)), "fits": outcome.fits(memory)} for outcome in of]
+        return [{name: value for name, value in row.items() if name != "curve"} for row in data]
+
+    facts = {"location": fit.location, "module": type(fit.module).__name__, "left_out": fit.left_out}
+    return {**facts, "plans": rows(outcomes), "changes": rows(changes)}
 
 
 #: The columns of the peak's parts: their titles, and what they hold.
@@ -154,7 +161,9 @@ _PARTS = (
 )
 
 
-def _print_plan(fit: CaughtFit, outcomes: Sequence[Outcome], devices: int, memory: int) -> None:
+def _print_plan(
+    fit: CaughtFit, outcomes: Sequence[Outcome], changes: Sequence[Outcome], devices: int, memory: int
+) -> None:
     numel = max((outcome.parameters for outcome in outcomes), default=0)
     click.echo(
         f"{type(fit.module).__name__} at {fit.location}: {format_count(numel)} parameters, "
@@ -175,10 +184,12 @@ def _print_plan(fit: CaughtFit, outcomes: Sequence[Outcome], devices: int, memor
         moment = f"{best.phase} pass" if best.phase in ("forward", "backward") else best.phase
         click.echo(f"The first has its peak in the {moment}{f', in {best.module}' if best.module else ''}.")
     elif rows:
-        click.echo(
-            f"Nothing fits. The least is {rows[0][1]} a device: use more devices, a smaller batch with "
-            "accumulate_grad_batches, or cpu_offload=True."
-        )
+        click.echo(f"Nothing fits. The least is {rows[0][1]} a device. What would make it fit:")
+        for change in changes:
+            click.echo(f"  {change.code}: {format_size(change.peak_bytes)} a device")
+        if not changes:
+            click.echo("  neither a smaller batch with accumulate_grad_batches, nor more devices: what is left is")
+        click.echo("  cpu_offload=True, whose memory on a device a plan can't tell")
     errors: dict[str, list[str]] = {}
     for outcome in outcomes:
         if outcome.error is not None:
