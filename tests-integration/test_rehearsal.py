@@ -19,9 +19,9 @@ from fsdp_core.errors import FSDPError, UnsupportedCapabilityError
 from fsdp_core.rehearsal.candidates import Candidate
 from fsdp_core.rehearsal.collectives import total_sent
 from fsdp_core.rehearsal.fit import RehearsedRun, rehearse_fit
+from fsdp_core.rehearsal.forks import call_in_fork
 from fsdp_core.rehearsal.large_scale import RankRehearsal, rehearse_rank
 from fsdp_core.rehearsal.memory import MemoryMode, StepRecord
-from fsdp_core.rehearsal.planning import call_in_fork
 from fsdp_core.rehearsal.step_marks import StepMarks
 from fsdp_core.testing import RankPool
 from fsdp_core.testing.training import new_trainer

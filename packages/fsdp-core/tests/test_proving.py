@@ -21,9 +21,9 @@ from torch.nn import functional as F
 from fsdp_core.cli.prove import prove
 from fsdp_core.errors import ShardingError
 from fsdp_core.proving.batches import batches_of_one_size, join_batches
-from fsdp_core.proving.forks import Failed, call_in_forks
 from fsdp_core.proving.proof import BATCHES, Row, prove_fit
 from fsdp_core.proving.runs import TrainedRun, TrainedStep, compare_runs
+from fsdp_core.rehearsal.forks import Failed, call_in_forks
 from fsdp_core.rehearsal.script import CaughtFit
 from fsdp_core.testing.refusals import assert_says
 

@@ -54,7 +54,7 @@ def rehearse(
     Exit status: 0, or 3 if formula and count differ, 1 for an error, 2 for wrong usage.
     """
     from fsdp_core.rehearsal.candidates import candidate_of, check_rehearsable
-    from fsdp_core.rehearsal.planning import call_in_fork
+    from fsdp_core.rehearsal.forks import call_in_fork
     from fsdp_core.rehearsal.script import run_script
 
     rank = ranks - 1 if rank is None else rank

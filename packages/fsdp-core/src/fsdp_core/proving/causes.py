@@ -9,9 +9,9 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fsdp_core.proving.forks import Failed
 from fsdp_core.proving.runs import Difference, TrainedRun, compare_runs
 from fsdp_core.proving.training import BATCH_NORMS
+from fsdp_core.rehearsal.forks import Failed
 
 __all__ = ["CAUSES", "Cause", "CauseName", "Variant", "find_cause", "shares_of_ranks"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import tempfile
 import time
@@ -19,10 +20,10 @@ from fsdp_core.plugins import registry
 from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.proving.batches import batches_of_one_size, join_batches
 from fsdp_core.proving.causes import Cause, Variant, find_cause, shares_of_ranks
-from fsdp_core.proving.forks import Failed, call_in_forks
 from fsdp_core.proving.runs import STEPS, Comparison, Difference, TrainedRun, compare_runs
 from fsdp_core.proving.training import Reference, train_in_one_process, train_on_rank
 from fsdp_core.rehearsal.candidates import Candidate, candidates_for, option_that_keeps_gathered
+from fsdp_core.rehearsal.forks import Failed, call_in_forks
 from fsdp_core.rehearsal.script import CaughtFit
 from fsdp_core.sharding.units.wrap_policy import repeated_blocks
 
@@ -201,11 +202,18 @@ class _Prover:
         return self._call([partial(train_in_one_process, self.fit, reference) for reference in references])
 
     def _call(self, trainings: Sequence[Callable[[], TrainedRun]]) -> list[TrainedRun | Failed]:
-        def as_data(training: Callable[[], TrainedRun]) -> dict[str, Any]:
-            return asdict(training())
+        def pack(training: Callable[[], TrainedRun]) -> bytes:
+            packed = io.BytesIO()
+            torch.save(asdict(training()), packed)  # tensors, which must outlive the process
+            return packed.getvalue()
 
-        results = call_in_forks([partial(as_data, training) for training in trainings], self._seconds)
-        return [result if isinstance(result, Failed) else TrainedRun.from_data(result) for result in results]
+        results = call_in_forks([partial(pack, training) for training in trainings], self._seconds)
+        return [
+            result
+            if isinstance(result, Failed)
+            else TrainedRun.from_data(torch.load(io.BytesIO(result), weights_only=True))
+            for result in results
+        ]
 
     def run_strategy(self, candidate: Candidate, accumulate: int) -> list[TrainedRun | Failed]:
         """The run as each of the ranks has seen it."""

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
-from typing import Any, TypeVar
-
-import torch
+from typing import Any
 
 from fsdp_core import devices
 from fsdp_core.errors import ShardingError, first_line
 from fsdp_core.rehearsal.candidates import Candidate
 from fsdp_core.rehearsal.collectives import total_sent
 from fsdp_core.rehearsal.fit import Rehearsal, RehearsedRun, rehearse_fit
+from fsdp_core.rehearsal.forks import call_in_fork
 from fsdp_core.rehearsal.picture import Curve, curve_of
 from fsdp_core.rehearsal.script import CaughtFit
 from fsdp_core.rehearsal.users_code import line_of_error
 from fsdp_core.torch_private.fake_tensors import DynamicOutputShapeException, operator_without_fake
 
-__all__ = ["Outcome", "call_in_fork", "devices_here", "ranked", "rehearse_candidate"]
-
-T = TypeVar("T")
+__all__ = ["Outcome", "devices_here", "ranked", "rehearse_candidate"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,35 +164,3 @@ def _outcome(facts: Mapping[str, Any], rehearsal: Rehearsal) -> Outcome:
         assumptions=[(a.what, a.location, times) for a, times in rehearsal.assumptions.items()],
         seconds=rehearsal.seconds,
     )
-
-
-def call_in_fork(call: Callable[[], T]) -> T:
-    """Call a function in a process that is forked from this one, which it leaves as it was.
-
-    Args:
-        call: The function. What it returns is pickled.
-
-    Raises:
-        ShardingError: The process has ended without an answer.
-    """
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_send_result, args=(call, sender))
-    child.start()
-    sender.close()
-    try:
-        result: T = receiver.recv()
-    except EOFError:
-        child.join()
-        code = child.exitcode or 0
-        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
-        raise ShardingError(f"the process that rehearsed it ended {how}") from None
-    child.join()
-    return result
-
-
-def _send_result(call: Callable[[], Any], sender: Connection) -> None:
-    torch.set_num_threads(1)
-    sender.send(call())
-    sender.close()
-    os._exit(0)  # without the exit handlers of the script's libraries

@@ -83,6 +83,10 @@ class CaughtFit:
         return [*names, *(["profiler"] if self.trainer_keywords.get("profiler") else [])]
 
 
+class _OwnError(BaseException):
+    """Carries an error of what was done with a caught fit through the script. Its cause is that error."""
+
+
 class _AllCaught(BaseException):
     """Ends a script whose fits were caught. No ``except Exception`` of the script sees it."""
 
@@ -125,7 +129,10 @@ def run_script(
     def count(fit: CaughtFit) -> None:
         nonlocal caught
         caught += 1
-        on_fit(fit)
+        try:
+            on_fit(fit)
+        except Exception as error:
+            raise _OwnError from error  # which is none of the script's, nor for its handlers
         if caught == fits:
             raise _AllCaught
 
@@ -139,6 +146,9 @@ def run_script(
                 runpy.run_path(script, run_name="__main__")
         except _AllCaught:
             pass
+        except _OwnError as error:
+            assert error.__cause__ is not None
+            raise error.__cause__ from None
         except SystemExit as end:
             if end.code not in (None, 0):
                 failure, cause = f"ended with status {end.code}", end
