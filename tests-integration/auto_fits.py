@@ -47,8 +47,8 @@ def new_trainer(strategy: str | AutoStrategy, devices: int, epochs: int = 1) -> 
     )
 
 
-#: What AdamW in fp32 needs on two ranks, by the bytes of the parameters. With shards: halves of parameters, gradients and
-#: two states, and a unit's parameters and gradients. Without: all of these, and the buckets that gradients are sent in.
+#: What AdamW in fp32 needs on two ranks, by the bytes of the parameters. With shards: halves of parameters, gradients
+#: and two states, and a unit's parameters and gradients. Without: all of these, and buckets of gradients to be sent.
 SHARDED, WHOLE = 4, 5
 NUMEL = 8 * (WIDTH + 1) * WIDTH
 MEMORY_FOR_SHARDS = int(4 * NUMEL * (SHARDED + WHOLE) / 2 * 1.1)

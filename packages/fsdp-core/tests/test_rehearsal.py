@@ -410,7 +410,19 @@ def test_plan_shows_what_a_script_needs(tmp_path: Path) -> None:
 
 def test_plan_says_if_nothing_fits(tmp_path: Path) -> None:
     output = run_plan("--memory", "1kB", written(tmp_path, SCRIPT), "4", status=3)
-    assert_says(output, "Nothing fits", "accumulate_grad_batches", 'strategy="auto"')
+    assert_says(output, "Nothing fits", "neither a smaller batch with accumulate_grad_batches, nor more devices")
+
+
+def test_plan_rehearses_how_few_rows_would_fit(tmp_path: Path) -> None:
+    path = written(tmp_path, SCRIPT.replace("torch.ones(32, 8)", "torch.ones(4096, 8)"))
+    whole, half = (
+        json.loads(run_plan("--json", path, rows))["fits"][0]["plans"][0]["peak_bytes"] for rows in ("2048", "1024")
+    )
+    output = run_plan("--json", "--memory", f"{(whole + half) // 2}B", path, "2048", status=3)
+    (change,) = json.loads(output)["fits"][0]["changes"]
+    assert change["code"] == 'strategy="auto", batch_size / 2, accumulate_grad_batches=2'
+    assert change["peak_bytes"] == pytest.approx(half, rel=0.01)
+    assert change["fits"]
 
 
 def test_rehearse_refuses_a_rank_that_is_none(tmp_path: Path) -> None:

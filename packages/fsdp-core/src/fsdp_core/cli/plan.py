@@ -139,9 +139,7 @@ def _draw_first(outcomes: Sequence[Outcome], path: str) -> None:
         draw(best.curve, f"{best.code}{ranks}", path)
 
 
-def _as_data(
-    fit: CaughtFit, outcomes: Sequence[Outcome], changes: Sequence[Outcome], memory: int
-) -> dict[str, Any]:
+def _as_data(fit: CaughtFit, outcomes: Sequence[Outcome], changes: Sequence[Outcome], memory: int) -> dict[str, Any]:
     def rows(of: Sequence[Outcome]) -> list[dict[str, Any]]:
         data = [{**asdict(replace(outcome, curve=None)), "fits": outcome.fits(memory)} for outcome in of]
         return [{name: value for name, value in row.items() if name != "curve"} for row in data]

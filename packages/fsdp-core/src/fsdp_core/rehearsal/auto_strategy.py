@@ -24,7 +24,8 @@ from fsdp_core.lightning.private import TrainerLauncher, precision_of, take_stra
 from fsdp_core.plugins import registry
 from fsdp_core.rehearsal.candidates import Candidate, candidates_for
 from fsdp_core.rehearsal.choosing import Choice, choose
-from fsdp_core.rehearsal.planning import Outcome, call_in_fork, rehearse_candidate
+from fsdp_core.rehearsal.forks import call_in_fork
+from fsdp_core.rehearsal.planning import Outcome, rehearse_candidate
 from fsdp_core.rehearsal.script import fit_of_trainer
 from fsdp_core.torch_private.process_groups import forget_groups_of_parent
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -14,6 +14,9 @@ from fsdp_core.rehearsal.script import CaughtFit
 from fsdp_core.torch_private.fake_tensors import tree_leaves, tree_map_only
 
 __all__ = ["cheapest_changes", "first_rows"]
+
+#: A change in words, with the fit and the candidate that it is rehearsed with.
+_Change: TypeAlias = tuple[str, CaughtFit, Candidate]
 
 #: A change that saves less than this part of the peak is not taken further.
 _HELPS = 0.01
@@ -58,9 +61,9 @@ def _sharded(fit: CaughtFit, rehearsed: Sequence[tuple[Candidate, Outcome]]) -> 
     return None if first is None else replace(first, ranks=1)
 
 
-def _first_that_fits(changes: Iterator[Callable[[], Outcome]], before: Outcome, memory: int) -> Outcome | None:
-    for rehearse in changes:
-        outcome = rehearse()
+def _first_that_fits(changes: Iterator[_Change], before: Outcome, memory: int) -> Outcome | None:
+    for words, fit, candidate in changes:
+        outcome = replace(rehearse_candidate(fit, candidate), code=words)
         if outcome.fits(memory):
             return outcome
         if outcome.error is not None or outcome.peak_bytes > before.peak_bytes * (1 - _HELPS):
@@ -69,7 +72,7 @@ def _first_that_fits(changes: Iterator[Callable[[], Outcome]], before: Outcome, 
     return None
 
 
-def _with_fewer_rows(fit: CaughtFit, candidate: Candidate) -> Iterator[Callable[[], Outcome]]:
+def _with_fewer_rows(fit: CaughtFit, candidate: Candidate) -> Iterator[_Change]:
     rows, parts = _count_rows(fit.batch), 2
     accumulated = fit.trainer_keywords.get("accumulate_grad_batches", 1)
     while rows is not None and rows // parts and isinstance(accumulated, int):
@@ -79,23 +82,23 @@ def _with_fewer_rows(fit: CaughtFit, candidate: Candidate) -> Iterator[Callable[
             fit, drawn=[first_rows(fit.batch, rows // parts)], batches=batches, trainer_keywords=arguments
         )
         words = f"{candidate.code}, batch_size / {parts}, accumulate_grad_batches={accumulated * parts}"
-        yield lambda smaller=smaller, words=words: replace(rehearse_candidate(smaller, candidate), code=words)
+        yield words, smaller, candidate
         parts *= 2
 
 
-def _with_more_devices(fit: CaughtFit, candidate: Candidate | None) -> Iterator[Callable[[], Outcome]]:
+def _with_more_devices(fit: CaughtFit, candidate: Candidate | None) -> Iterator[_Change]:
     if candidate is None or candidate.as_written is not None:
         return
     ranks = candidate.ranks * 2
     while ranks <= _MOST_RANKS:
         larger = replace(candidate, ranks=ranks)
         words = f"{candidate.code}, on {ranks} devices"
-        yield lambda larger=larger, words=words: replace(rehearse_candidate(fit, larger), code=words)
+        yield words, fit, larger
         ranks *= 2
 
 
 def _count_rows(batch: Any) -> int | None:
-    """The rows of a batch: the first dimension that all its tensors have; ``None`` if they differ, or there are none."""
+    """The rows of a batch, the first dimension of its tensors; ``None`` if they differ, or there are none."""
     sizes = {leaf.shape[0] if leaf.ndim else None for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
     return sizes.pop() if len(sizes) == 1 else None
 
