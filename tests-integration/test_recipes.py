@@ -257,12 +257,13 @@ def test_recipes(ranks: RankPool, tmp_path: Any, part: int) -> None:
     check(ranks, str(tmp_path), NAMES[part::PARTS])
 
 
-@pytest.mark.everything
+@pytest.mark.drawn
 @pytest.mark.cpu_limit(120)
-def test_recipes_on_four_ranks(ranks: RankPool, tmp_path: Any) -> None:
+@pytest.mark.parametrize("first", [0, 10, 20])
+def test_recipes_on_four_ranks(ranks: RankPool, tmp_path: Any, first: int) -> None:
     """Of each tenth recipe. All were run so, and only ``byol``, under FULL_SHARD, is refused there and not on two."""
     hybrid = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}
-    check(ranks, str(tmp_path), NAMES[::10], 4, {"fsdp_native": [{}, hybrid]})
+    check(ranks, str(tmp_path), NAMES[first::30], 4, {"fsdp_native": [{}, hybrid]})
 
 
 def test_recipes_of_transformers(transformers_ranks: RankPool, tmp_path: Any) -> None:

@@ -6,7 +6,7 @@ a set of parameters and for a strategy is a pair, and each set is run with a thi
 which a seed begins, so that three seeds in a row have every pair.
 
 A run with ``--part=drawn`` leaves out nothing but what is marked ``drawn``: of the sets of parameters of such a test,
-it has a third, and one at least. Three seeds in a row have all of them.
+it has a third, and one at least, as ``--part=everything`` has. Three seeds in a row have all of them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "everything: a test that takes long, left to `nox -s everything`")
-    config.addinivalue_line("markers", "drawn: of its sets of parameters, `--part=drawn` runs a third")
+    config.addinivalue_line("markers", "drawn: of its sets of parameters, `--part=drawn` and `--part=everything` run a third")
 
 
 @pytest.hookimpl(trylast=True)
@@ -84,7 +84,7 @@ def split(items: Iterable[pytest.Item], part: Part, seed: int) -> list[pytest.It
             keeps = is_left and (not (_needs_ranks(item) or _starts_scripts(item)) or is_drawn(item, position, seed))
         if keeps:
             selected.append(item)
-    return selected
+    return selected if part == "tests" else draw_in_turn(selected, seed)
 
 
 def draw_in_turn(items: Iterable[pytest.Item], seed: int) -> list[pytest.Item]:

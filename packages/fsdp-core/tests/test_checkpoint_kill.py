@@ -18,7 +18,7 @@ from conftest import Site
 pytestmark = [pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork and no SIGKILL")]
 
 
-@pytest.mark.parametrize(("ranks", "kills"), [(1, 70), (2, 35)])
+@pytest.mark.parametrize(("ranks", "kills"), [(1, 45), (2, 22)])
 def test_a_save_killed_at_any_instant_leaves_a_whole_checkpoint(site: Site, ranks: int, kills: int) -> None:
     seed = secrets.randbelow(2**32)
     print(f"seed {seed}")

@@ -35,12 +35,18 @@ SOUND_CLAUSES = {
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Mapping[tuple[str, str], Outcome]:
-    """All clauses of the table, for the mutant that each is meant for, and for what it was."""
-    chosen = {(f"{SOUND}_{fault}", clause) for fault, (clause, _) in CAUGHT.items()}
-    sound = {(SOUND, clause) for clause in SOUND_CLAUSES}
-    made_up_for = {(f"{SOUND}_{fault}", clause) for fault, clause in MADE_UP_FOR}
-    return run(tmp_path_factory.mktemp("session"), chosen | sound | made_up_for)
+def outcomes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Mapping[tuple[str, str], Outcome]:
+    """The clauses of this session's tests, each for the mutant that it is meant for, or for what that was."""
+    chosen = set()
+    for item in request.session.items:
+        parameters = getattr(item, "callspec", None)
+        if item.path == request.path and parameters is not None:
+            fault = parameters.params.get("fault")
+            clause = parameters.params.get("clause") or CAUGHT[fault][0]
+            chosen.add((SOUND if fault is None else f"{SOUND}_{fault}", clause))
+    return run(tmp_path_factory.mktemp("session"), chosen)
 
 
 @pytest.mark.parametrize("fault", CAUGHT)
@@ -51,6 +57,8 @@ def test_fault_is_found(outcomes: Mapping[tuple[str, str], Outcome], fault: str)
     assert words in found.failing_lines
 
 
+@pytest.mark.everything
+@pytest.mark.drawn
 @pytest.mark.parametrize("clause", sorted(SOUND_CLAUSES))
 def test_sound_backend_passes(outcomes: Mapping[tuple[str, str], Outcome], clause: str) -> None:
     found = outcomes[SOUND, clause]
