@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from lightning.fabric import Fabric
 
 import auto_fits
-from forked_scripts import run_forked
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
-
-SCRIPT = Path(auto_fits.__file__)
+from fsdp_core.testing import RankPool
+from fsdp_core.testing.launching.forking import allow_children
 
 
 @pytest.fixture(scope="module")
@@ -24,28 +25,54 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def lines(folder: Path) -> list[str]:
-    """What two ranks have written of the script's three fits."""
-    return run_forked(SCRIPT, folder=folder).splitlines()
+    """What two ranks have written of the script's three fits, on fake devices with memory for shards alone."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}  # of tests before
+    memory = {"FSDP_FAKE_DEVICES": "2", "FSDP_FAKE_DEVICE_MEMORY": str(auto_fits.MEMORY_FOR_SHARDS)}
+    run = subprocess.run(
+        [sys.executable, auto_fits.__file__],
+        cwd=folder,
+        env={**kept, **memory},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return [*run.stdout.splitlines(), *run.stderr.splitlines()]
 
 
 def test_ranks_train_by_what_the_first_has_chosen(lines: list[str]) -> None:
-    fits = sorted(json.loads(line) for line in lines if line.startswith("["))
-    names = [[name for rank, name, _ in fits if rank == which] for which in (0, 1)]
-    assert sorted(names[0]) == sorted(names[1]) == ["DDPStrategy", "FSDP2Strategy", "FSDP2Strategy"]
-    for which in (0, 1):
-        losses = [losses for rank, name, losses in fits if rank == which and name == "FSDP2Strategy"]
-        assert losses[0] == losses[1]  # chosen, and by its name
-        assert len(losses[0]) == 4
+    said = [json.loads(line) for line in lines if line.startswith("{")]
+    for rank in (0, 1):
+        chosen, by_name, again = (each for each in said if each["rank"] == rank)
+        assert chosen["strategy"] == "FSDP2Strategy"
+        assert chosen["losses"] == by_name["losses"]
+        assert len(chosen["losses"]) == 4
+        assert "this process has run a backward pass" in again["refused"]  # torch forks no more on accelerators
 
 
-def test_it_says_what_and_why_once(lines: list[str]) -> None:
-    assert [line for line in lines if line.startswith("fsdp_auto: ")] == [
-        'fsdp_auto: strategy="fsdp2", on 2 devices.',
-        'fsdp_auto: strategy="ddp", on 2 devices.',
-    ]
-    why = [line for line in lines if line.startswith("Why: ")]
-    assert "by DDP, would need" in why[0]
-    assert len(why) == 2
+def test_it_says_what_and_why_once_and_what_it_needed(lines: list[str]) -> None:
+    said = [line for line in lines if line.startswith(("fsdp_auto: strategy", "Why: "))]
+    assert said[0] == 'fsdp_auto: strategy="fsdp2", on 2 devices.'
+    assert "whole parameters on each, by DDP" not in said[1]  # DDP knows Lightning's devices alone
+    assert len(said) == 2
+    (expected,) = [line for line in lines if "were expected at the peak" in line]
+    assert 0.95 < float(expected.split()[-3]) < 1.05
+
+
+def fit_twice() -> list[str]:
+    allow_children()  # as processes have whom a launcher starts
+    names = []
+    for memory in (auto_fits.MEMORY_FOR_SHARDS, 2**30):  # the second time, there is a process group to ask by
+        trainer = auto_fits.new_trainer(auto_fits.AutoStrategy(memory=memory), devices=2)
+        trainer.fit(auto_fits.Net(), auto_fits.new_loader())
+        names.append(type(trainer.strategy).__name__)
+    return names
+
+
+def test_ranks_that_a_launcher_has_started_agree() -> None:
+    with RankPool() as ranks:
+        assert ranks.run(2, fit_twice, timeout=200) == [["FSDP2Strategy", "DDPStrategy"]] * 2
 
 
 def test_a_resume_on_another_number_of_devices_chooses_anew_and_says_so(

@@ -45,7 +45,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "everything: a test that takes long, left to `nox -s everything`")
-    config.addinivalue_line("markers", "drawn: of its sets of parameters, `--part=drawn` and `--part=everything` run a third")
+    config.addinivalue_line(
+        "markers", "drawn: of its sets of parameters, `--part=drawn` and `--part=everything` run a third"
+    )
 
 
 @pytest.hookimpl(trylast=True)

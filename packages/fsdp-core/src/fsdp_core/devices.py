@@ -38,6 +38,7 @@ __all__ = [
     "is_accelerator",
     "is_initialized",
     "kind_of",
+    "peak_bytes",
     "process_group_backend",
     "random_state",
     "record_event",
@@ -325,6 +326,20 @@ def device_facts() -> list[dict[str, Any]]:
             }
         )
     return facts
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """The most bytes of tensors that a device has held at once for this process; ``None`` where it does not count them.
+
+    Args:
+        device: The device.
+    """
+    if device.type == "cpu":
+        return None
+    try:
+        return int(torch.accelerator.memory.max_memory_allocated(device))
+    except RuntimeError:  # its allocator does not count
+        return None
 
 
 def device_model(kind: str, index: int) -> str | None:

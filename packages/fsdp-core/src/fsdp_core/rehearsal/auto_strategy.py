@@ -6,20 +6,20 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.accelerators import XLAAccelerator
 from lightning.pytorch.strategies import DDPStrategy, Strategy
-from torch import distributed
+from torch import distributed, nn
 
 from fsdp_core import devices
-from fsdp_core.device_names import ANY_ACCELERATOR
+from fsdp_core.device_names import ANY_ACCELERATOR, LIGHTNINGS_OWN
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError, first_line
 from fsdp_core.lightning.launchers.notebooks import is_interactive
+from fsdp_core.lightning.outside_steps.sharded_modules import size_in_words
 from fsdp_core.lightning.private import TrainerLauncher, precision_of, take_strategy
 from fsdp_core.plugins import registry
 from fsdp_core.rehearsal.candidates import Candidate, candidates_for
@@ -102,7 +102,7 @@ class _PlanningLauncher(TrainerLauncher):
             words = _agree(strategy, starts_ranks, lambda: _choose(strategy, trainer, module, loaders, datamodule))
         choice = Choice(**json.loads(words))
         chosen = take_strategy(trainer, _build(choice), module)
-        vars(trainer)["callbacks"].insert(0, _ChoiceInCheckpoints(choice))
+        vars(trainer)["callbacks"].insert(0, _ChosenStrategy(choice))
         if trainer.is_global_zero:
             _announce(choice)
         if chosen.launcher is None:
@@ -140,7 +140,7 @@ def _choose(strategy: AutoStrategy, trainer: pl.Trainer, module: Any, loaders: A
     """Rehearse the fit with each candidate, in a process that is forked for it, and choose."""
     ranks = strategy.num_processes * strategy.num_nodes
     kind = strategy.root_device.type
-    is_ready = _is_initialized(kind)
+    is_ready = kind != "cpu" and devices.is_initialized(kind)
     here = strategy.memory or (_device_memory(kind, strategy.num_processes) if is_ready else None)
 
     def plan() -> tuple[int, list[tuple[Candidate, Outcome]]] | str:
@@ -148,8 +148,7 @@ def _choose(strategy: AutoStrategy, trainer: pl.Trainer, module: Any, loaders: A
             forget_groups_of_parent()  # of an earlier fit of this process
             memory = here or _device_memory(kind, strategy.num_processes)
             fit = fit_of_trainer(trainer, module, loaders, datamodule, precision_of(trainer))
-            candidates, _ = candidates_for(ranks, fit.module)
-            wanted = [candidate for candidate in candidates if candidate.ranks == ranks and _runs_on(candidate, kind)]
+            wanted = _candidates(kind, ranks, fit.module)
             return memory, [(candidate, rehearse_candidate(fit, candidate)) for candidate in wanted]
         except Exception as error:
             return f"{type(error).__name__}: {first_line(error)}"
@@ -161,20 +160,31 @@ def _choose(strategy: AutoStrategy, trainer: pl.Trainer, module: Any, loaders: A
             f"Write a strategy by its name, of {', '.join(registry.strategies())}."
         )
     memory, planned = answer
+    if all("Autograd-and-Fork" in str(outcome.error) for _, outcome in planned):
+        raise ShardingError(
+            "nothing can be chosen here: this process has run a backward pass, and where there is an accelerator, "
+            "torch then runs none in processes that are forked, as rehearsals are.\n"
+            f"Write a strategy by its name, of {', '.join(registry.strategies())}; or fit in another process, or first."
+        )
     return choose(planned, memory)
 
 
+def _candidates(kind: str, ranks: int, module: nn.Module) -> list[Candidate]:
+    """The candidates that run on so many devices of a kind. Lightning's own strategies know its own kinds alone."""
+    if kind in LIGHTNINGS_OWN:
+        whole = [Candidate(strategy="auto")] if ranks == 1 else [Candidate(strategy="ddp", ranks=ranks)]
+        if ranks == 1:
+            return whole
+    else:
+        whole = []
+    candidates, _ = candidates_for(max(2, ranks), module)
+    sharded = [replace(candidate, ranks=ranks) for candidate in candidates if candidate.strategy not in ("auto", "ddp")]
+    return [*whole, *(candidate for candidate in sharded if _runs_on(candidate, kind))]
+
+
 def _runs_on(candidate: Candidate, kind: str) -> bool:
-    if candidate.strategy in ("auto", "ddp"):
-        return True
     accelerators = registry.describe(candidate.strategy).accelerators
     return kind in accelerators or (kind != "cpu" and ANY_ACCELERATOR in accelerators)
-
-
-def _is_initialized(kind: str) -> bool:
-    """Whether this process uses a kind of device already, so that a fork of it can't."""
-    ask: Any = getattr(torch.get_device_module(kind), "is_initialized", None) if kind != "cpu" else None
-    return ask is not None and bool(ask())
 
 
 def _device_memory(kind: str, ranks_here: int) -> int:
@@ -230,11 +240,26 @@ def _tell_others(answer: str, rank: int, processes: int, environment: Any) -> st
     return str(store.get(key).decode())
 
 
-class _ChoiceInCheckpoints(pl.Callback):
-    """Stores what was chosen in checkpoints, and says if a resume has chosen something else."""
+class _ChosenStrategy(pl.Callback):
+    """Stores what was chosen in checkpoints, says if a resume has chosen something else, and what a step has needed."""
 
     def __init__(self, choice: Choice) -> None:
         self._choice = choice
+        self._first_step: int | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._first_step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if self._first_step is None or trainer.global_step < self._first_step + 2:
+            return  # in its first step, an optimizer has no state yet
+        self._first_step = None
+        measured = devices.peak_bytes(trainer.strategy.root_device) if trainer.is_global_zero else None
+        if measured:
+            log.info(
+                f"fsdp_auto: {size_in_words(self._choice.peak_bytes)} were expected at the peak, and "
+                f"{size_in_words(measured)} are what it was until now: {self._choice.peak_bytes / measured:.2f} of it."
+            )
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

@@ -52,7 +52,7 @@ def cheapest_changes(fit: CaughtFit, planned: Sequence[tuple[Candidate, Outcome]
 
 
 def _sharded(fit: CaughtFit, rehearsed: Sequence[tuple[Candidate, Outcome]]) -> Candidate | None:
-    """The candidate that shards and needs least; on one device, where none was rehearsed, the first that is installed."""
+    """The candidate that shards and needs least; if none was rehearsed, on one device, the first that is installed."""
     sharded = [plan for plan in rehearsed if plan[0].strategy not in _WHOLE]
     if sharded:
         return min(sharded, key=lambda plan: plan[1].peak_bytes)[0]

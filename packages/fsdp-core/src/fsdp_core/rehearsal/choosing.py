@@ -31,6 +31,7 @@ class Choice:
         options: Its options, as the constructor's keywords.
         ranks: The number of ranks that it was chosen for.
         code: What to write in a script for the same.
+        peak_bytes: The bytes at the peak, by the plan.
         reason: Why it was chosen: a sentence.
         assumptions: What was assumed of values, with where.
     """
@@ -39,6 +40,7 @@ class Choice:
     options: Mapping[str, Any] = field(default_factory=dict)
     ranks: int = 1
     code: str = ""
+    peak_bytes: int = 0
     reason: str = ""
     assumptions: Sequence[str] = ()
 
@@ -88,6 +90,7 @@ def choose(planned: Sequence[tuple[Candidate, Outcome]], memory: int) -> Choice:
         options=dict(candidate.options),
         ranks=candidate.ranks,
         code=_code_with_import(candidate),
+        peak_bytes=outcome.peak_bytes,
         reason=_reason(outcome, fitting, planned, memory),
         assumptions=[f"{what}{f', at {location}' if location else ''}" for what, location, _ in outcome.assumptions],
     )

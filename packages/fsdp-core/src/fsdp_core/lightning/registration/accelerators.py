@@ -108,6 +108,8 @@ def _runs_on_any_accelerator(strategy: Any) -> bool:
     sharded = sys.modules.get("fsdp_core.lightning.strategy")
     if sharded is not None and isinstance(strategy, sharded.ShardedStrategy):
         strategy = strategy.strategy_name
+    if getattr(strategy, "strategy_name", None) == AUTO.name:
+        strategy = AUTO.name
     if not isinstance(strategy, str):
         return False
     info = {**registry.strategies(), AUTO.name: AUTO}.get(strategy.lower())
