@@ -19,8 +19,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_core.gradients.clipping import local_tensor
 from fsdp_core.rehearsal.collectives import Collective, collective_of
-from fsdp_core.rehearsal.computation import flops_of
 from fsdp_core.torch_private.fake_tensors import active_fake_mode, tree_leaves
+from fsdp_core.torch_private.flops import flops_of
 from fsdp_core.torch_private.tensors import TorchDispatchMode, is_fake
 
 __all__ = ["Content", "MemoryMode", "Peak", "Phase", "StepRecord", "plain_tensors"]
