@@ -72,12 +72,13 @@ def prove(
     import torch
 
     from fsdp_core.proving.causes import CAUSES
+    from fsdp_core.proving.faults import FAULTS
     from fsdp_core.proving.proof import BATCHES, prove_fit
     from fsdp_core.rehearsal.script import run_script
 
     for cause in accept:
-        if cause not in CAUSES:
-            raise click.BadParameter(f"--accept {cause}: the causes are {', '.join(CAUSES)}.")
+        if cause not in {*CAUSES, *FAULTS}:
+            raise click.BadParameter(f"--accept {cause}: the causes are {', '.join((*CAUSES, *FAULTS))}.")
 
     def tell(words: str) -> None:
         if sys.stderr.isatty():

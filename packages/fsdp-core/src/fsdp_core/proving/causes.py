@@ -16,7 +16,18 @@ from fsdp_core.rehearsal.forks import Failed
 __all__ = ["CAUSES", "Cause", "CauseName", "Variant", "find_cause", "shares_of_ranks"]
 
 CauseName: TypeAlias = Literal[
-    "rank", "batchnorm", "buffer", "attribute", "settings", "count", "sum", "rows", "backward", "loss", "unknown"
+    "rank",
+    "batchnorm",
+    "buffer",
+    "attribute",
+    "settings",
+    "count",
+    "sum",
+    "rows",
+    "backward",
+    "loss",
+    "data",
+    "unknown",
 ]
 
 #: By name, what it means; the names are those that the command accepts.
@@ -31,6 +42,7 @@ CAUSES: dict[CauseName, str] = {
     "rows": "a row's output depends on the other rows of the batch",
     "backward": "the loss is the mean of the ranks' losses, and its gradient is not the mean of theirs",
     "loss": "the loss is no mean over the rows of the batch, and each submodule's output is the same",
+    "data": "ranks read the same rows, so that each is trained with as often as there are ranks",
     "unknown": "none of the known causes",
 }
 
@@ -124,7 +136,7 @@ def find_cause(
         return _cause_of_settings(whole_batch, in_turn, difference.step) or _unknown()
     shares = shares_of_ranks(detailed_whole, detailed_turn, difference.step)
     if shares is not None and min(shares) > _SHARE_DIFFERENCE:  # else some rank's rows do not count at all
-        return _cause_of_shares(shares)
+        return _cause_of_shares(shares) or _unknown()
     submodule = _first_that_differs(detailed_whole, detailed_turn)
     if submodule is not None:
         return Cause(
@@ -144,8 +156,8 @@ def find_cause(
         return Cause(
             name="loss",
             words=f"{CAUSES['loss']}: training_step compares rows with each other, normalises over them, or picks some",
-            remedy="Compute it for each row, or from the rows of all ranks: self.all_gather(x, sync_grads=True), as for "
-            "the negatives of a contrastive loss.",
+            remedy="Compute it for each row, or from the rows of all ranks: self.all_gather(x, sync_grads=True), as "
+            "for the negatives of a contrastive loss.",
         )
     return _unknown()
 
@@ -190,8 +202,8 @@ def _cause_of_state(module: nn.Module, names: Sequence[str], step: int) -> Cause
     return Cause(
         name=name,
         words=f"{CAUSES[name]}: {listing}; with those of the whole batch, step {step + 1} is the same",
-        remedy="Update it from all ranks: self.all_gather(value).mean(0) is the mean over them, and a number of samples "
-        "times self.trainer.world_size that of all.",
+        remedy="Update it from all ranks: self.all_gather(value).mean(0) is the mean over them, and a number of "
+        "samples times self.trainer.world_size that of all.",
     )
 
 
@@ -245,7 +257,7 @@ def shares_of_ranks(
     return [float(share) for share in solution[:, 0]]
 
 
-def _cause_of_shares(shares: Sequence[float]) -> Cause:
+def _cause_of_shares(shares: Sequence[float]) -> Cause | None:
     listing = ", ".join(f"{round(share, 6) + 0.0:.3g}" for share in shares)
     if max(shares) - min(shares) > _SHARE_DIFFERENCE:
         return Cause(
@@ -255,6 +267,8 @@ def _cause_of_shares(shares: Sequence[float]) -> Cause:
             remedy="Divide by the number of all ranks, which average: loss = losses.sum() * self.trainer.world_size / "
             "self.all_gather(count).sum().",
         )
+    if abs(shares[0] - 1) > _SHARE_DIFFERENCE:
+        return None
     return Cause(
         name="sum",
         words=f"{CAUSES['sum']}: each has a share of {shares[0]:.3g} in the whole batch, and of {1 / len(shares):.3g} "

@@ -1,4 +1,4 @@
-"""Why a strategy does not train as it should: known faults of backends, by what they have made of gradients and weights."""
+"""Why a strategy does not train as it should: known faults of backends, by what they made of gradients and weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FAULTS: dict[FaultName, str] = {
     "settings": "the optimizer steps with other settings",
     "left-out": "the optimizer does not step these parameters",
     "clipping": "gradients are clipped by another norm: without gradient_clip_val the weights are the same",
-    "optimizer": "gradients are the same, and so was the step before: what the optimizer keeps between steps is not kept",
+    "optimizer": "gradients are the same, and so was the step before: the optimizer loses what it keeps between steps",
     "backend": "none of the known faults",
 }
 
@@ -155,7 +155,9 @@ def _fault_of_weights(
                 return Fault(name="settings", words=f"{FAULTS['settings']}: {words}")
     elements = _elements_at_the_end(expected.steps[step].weights[name], trained.weights[name])
     if elements:
-        return Fault(name="elements", words=f"gradients are the same, and of the weights {FAULTS['elements']}: {elements}")
+        return Fault(
+            name="elements", words=f"gradients are the same, and of the weights {FAULTS['elements']}: {elements}"
+        )
     if agrees_without_clipping():
         return Fault(name="clipping", words=FAULTS["clipping"])
     if step > 0:

@@ -19,8 +19,9 @@ from fsdp_core.errors import ShardingError, first_line
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.proving.batches import batches_of_one_size, join_batches
-from fsdp_core.proving.causes import Cause, Variant, find_cause
+from fsdp_core.proving.causes import CAUSES, Cause, Variant, find_cause
 from fsdp_core.proving.faults import Fault, find_fault
+from fsdp_core.proving.rows_of_ranks import can_read_as_ranks, read_as_rank, read_the_same
 from fsdp_core.proving.runs import STEPS, Comparison, Difference, TrainedRun, compare_runs
 from fsdp_core.proving.training import Reference, train_in_one_process, train_on_rank
 from fsdp_core.rehearsal.candidates import Candidate, candidates_for, option_that_keeps_gathered
@@ -223,7 +224,9 @@ class _Prover:
         prover.dtype = self.dtype
         return prover
 
-    def run_strategy(self, candidate: Candidate, accumulate: int) -> list[TrainedRun | Failed]:
+    def run_strategy(
+        self, candidate: Candidate, accumulate: int, *, observes: bool = False
+    ) -> list[TrainedRun | Failed]:
         """The run as each of the ranks has seen it."""
         batches = self._batches[: STEPS * RANKS * accumulate]
         with tempfile.TemporaryDirectory(prefix="fsdp-prove-") as folder:
@@ -238,10 +241,21 @@ class _Prover:
                     rank=rank,
                     store=str(Path(folder, "ranks")),
                     seconds=self._seconds,
+                    observes=observes,
                 )
                 for rank in range(RANKS)
             ]
             return self._call(trainings)
+
+    def read_as_ranks(self) -> list[list[str] | Failed]:
+        """Digests of the batches that real ranks read."""
+        with tempfile.TemporaryDirectory(prefix="fsdp-prove-") as folder:
+            store = str(Path(folder, "ranks"))
+            reads = [
+                partial(read_as_rank, self.fit, rank=rank, ranks=RANKS, store=store, seconds=self._seconds)
+                for rank in range(RANKS)
+            ]
+            return call_in_forks(reads, self._seconds)
 
 
 def prove_fit(
@@ -302,6 +316,9 @@ def prove_fit(
             if accumulate == 1 and isinstance(runs[0], TrainedRun):
                 base_runs.append(runs[0])
     rows.insert(0, _row_of_references(prover, references, base_runs))
+    if only in (None, "references") and can_read_as_ranks(fit):
+        tell("what ranks read")
+        rows[1:1] = _rows_of_data(prover)
     return Proof(rows=rows, dtype=f"fp{prover.dtype.itemsize * 8}", not_run=not_run)
 
 
@@ -375,14 +392,14 @@ def _row_of_strategy(
     assert comparison.difference is not None
     assert isinstance(expected, TrainedRun) and isinstance(runs[rank], TrainedRun)
     fault = _fault_of(prover, candidate, references, expected, runs, rank, comparison.difference, accumulate)
-    coarsest = runs[rank].coarsest
-    if fault.name == "backend" and torch.finfo(coarsest).eps > torch.finfo(expected.coarsest).eps:
-        reason = f"the strategy computes in {str(coarsest).removeprefix('torch.')}, in which orders of addition differ"
-        return replace(row, words=f"{reason} ({comparison.difference.words})", worst=comparison.worst)
+    if fault.name == "backend":
+        observed = prover.run_strategy(candidate, accumulate, observes=True)[rank]
+        if isinstance(observed, TrainedRun) and torch.finfo(observed.coarsest).eps > torch.finfo(expected.coarsest).eps:
+            dtype = str(observed.coarsest).removeprefix("torch.")
+            reason = f"the strategy computes in {dtype}, in which orders of addition differ"
+            return replace(row, words=f"{reason} ({comparison.difference.words})", worst=comparison.worst)
     words = f"{comparison.difference.words}, on rank {rank}: {fault.words}"
-    return replace(
-        row, verdict="differs", words=words, worst=comparison.worst, cause=fault.name, remedy=fault.remedy
-    )
+    return replace(row, verdict="differs", words=words, worst=comparison.worst, cause=fault.name, remedy=fault.remedy)
 
 
 def _fault_of(
@@ -437,6 +454,30 @@ def _compare_ranks(
 
     rank = min(range(len(comparisons)), key=first)
     return rank, comparisons[rank]
+
+
+def _rows_of_data(prover: _Prover) -> list[Row]:
+    """Whether ranks read different rows; nothing, if batches are too few to tell."""
+    started = time.monotonic()
+    digests = prover.read_as_ranks()
+    row = Row(what="rows that a rank reads", with_what="other rank", verdict="same", seconds=time.monotonic() - started)
+    read = [each for each in digests if not isinstance(each, Failed)]
+    for failure in digests:
+        if isinstance(failure, Failed):
+            return [replace(row, verdict="can't tell", words=f"the loader can't be read on ranks: {failure.words}")]
+    are_same = read_the_same(read)
+    if are_same:
+        return [
+            replace(
+                row,
+                verdict="differs",
+                words=f"{CAUSES['data']}: their first two batches are the same",
+                cause="data",
+                remedy="Leave use_distributed_sampler=True, or give each rank its part by a sampler of its own, or in "
+                "an iterable dataset by self.trainer.global_rank.",
+            )
+        ]
+    return [] if are_same is None else [row]
 
 
 def _as_coarse_as(expected: TrainedRun, run: TrainedRun) -> TrainedRun:

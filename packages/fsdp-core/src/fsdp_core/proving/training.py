@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import wraps
@@ -27,6 +27,7 @@ from fsdp_core.rehearsal.fit import quietly
 from fsdp_core.rehearsal.imagined_ranks import ImaginedEnvironment
 from fsdp_core.rehearsal.known_values import users_line
 from fsdp_core.rehearsal.script import CaughtFit
+from fsdp_core.rehearsal.step_marks import EnoughSteps
 from fsdp_core.state.full_tensor import gather_each
 from fsdp_core.torch_private.fake_tensors import tree_leaves, tree_map_only
 from fsdp_core.torch_private.tensors import TorchDispatchMode
@@ -169,6 +170,7 @@ def train_on_rank(
     rank: int,
     store: str,
     seconds: float,
+    observes: bool = False,
 ) -> TrainedRun:
     """Train three steps as one of several real ranks, which are processes over gloo. It changes the module.
 
@@ -181,6 +183,7 @@ def train_on_rank(
         rank: This rank.
         store: A path at which ranks find one another.
         seconds: How long a collective may wait.
+        observes: Whether it is noted what the first step computes in, which strategies may not expect.
     """
     ranks = candidate.ranks
     dist.init_process_group(
@@ -190,7 +193,7 @@ def train_on_rank(
         world_size=ranks,
         timeout=timedelta(seconds=seconds),
     )
-    recorder = Recorder(None, rank)
+    recorder = Recorder(None, rank, observes)
     _fit(
         fit,
         dtype,
@@ -226,12 +229,8 @@ def _fit(fit: CaughtFit, dtype: torch.dtype, recorder: Recorder, loader: _Batche
             limit_val_batches=0,
             callbacks=[recorder],
         )
-        try:
+        with suppress(EnoughSteps):  # before hooks of the epoch's end, which may need the validation that is left out
             trainer.fit(module, loader)
-        except Exception:
-            # what ends an epoch may need the validation that is left out
-            if len(recorder.run.steps) < STEPS:
-                raise
 
 
 class _Batches:
@@ -263,11 +262,13 @@ class Recorder(pl.Callback):
     Attributes:
         reference: How one process trains; ``None`` on a real rank.
         rank: The rank; that of the first one which one process plays.
+        observes: Whether it is noted what the first step draws, and computes in.
         run: What is recorded.
     """
 
     reference: Reference | None
     rank: int = 0
+    observes: bool = True
     run: TrainedRun = field(default_factory=TrainedRun)
     _gradients: dict[str, Tensor] = field(default_factory=dict)
     _losses: list[float] = field(default_factory=list)
@@ -290,6 +291,8 @@ class Recorder(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         rank, micro_batch = self.rank, batch_idx
+        if self.observes and trainer.global_step == 0:
+            self._observing.enter_context(_Observer(self.run))
         if self.reference is not None:
             if self.reference.in_turn:
                 micro_batch, rank = divmod(batch_idx, self.reference.ranks)
@@ -297,8 +300,6 @@ class Recorder(pl.Callback):
                 for submodule in trainer.lightning_module.modules():
                     if isinstance(submodule, BATCH_NORMS):
                         submodule.eval()
-            if trainer.global_step == 0:
-                self._observing.enter_context(_Observer(self.run))
             if self.reference.records_details and micro_batch == 0:
                 self._record_outputs(trainer.lightning_module)
             step = trainer.global_step
@@ -368,7 +369,9 @@ class Recorder(pl.Callback):
             for name in _differing_buffers(strategy.copies):
                 self.run.buffers.setdefault(name, len(self.run.steps) - 1)
         if len(self.run.steps) == STEPS:
-            trainer.should_stop = True
+            if dist.is_initialized():
+                dist.barrier()  # no rank leaves while another one reads its shards
+            raise EnoughSteps
 
     def _record_outputs(self, module: nn.Module) -> None:
         """Record the first output of each submodule in this micro-batch, after those of the ranks before."""

@@ -50,6 +50,7 @@ class CaughtFit:
         trainer_keywords: The Trainer's arguments, as the script has given them.
         seconds_for_batch: How long these batches took.
         location: The file and line of the call.
+        loader: The train loader that ``fit`` was given; ``None`` if it comes of the module or the data module.
     """
 
     module: pl.LightningModule
@@ -59,6 +60,7 @@ class CaughtFit:
     trainer_keywords: Mapping[str, Any]
     seconds_for_batch: float
     location: str
+    loader: Any = None
 
     @property
     def batch(self) -> Any:
@@ -224,6 +226,7 @@ def _fits_caught(on_fit: Callable[[CaughtFit], None], count: int, patience: floa
             trainer_keywords=vars(self)["_given_in_script"],
             seconds_for_batch=time.perf_counter() - started,
             location=line_of_call(),
+            loader=train_dataloaders,
         )
         set_methods(originals)  # a rehearsal fits
         try:
