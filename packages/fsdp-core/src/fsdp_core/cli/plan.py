@@ -13,6 +13,7 @@ from fsdp_core.cli.output import format_count, format_size, print_json, print_ta
 from fsdp_core.cli.scripts import script_command, script_output_on_stderr
 
 if TYPE_CHECKING:
+    from fsdp_core.rehearsal.fabric_loop import CaughtLoop
     from fsdp_core.rehearsal.planning import Outcome
     from fsdp_core.rehearsal.script import CaughtFit
 
@@ -90,10 +91,10 @@ def plan(
     if rank >= devices:
         raise click.BadParameter(f"--rank {rank} is none of {devices} ranks, which are numbered from 0.")
     refused: dict[str, str] = {}
-    plans: list[tuple[CaughtFit, list[Outcome]]] = []
+    plans: list[tuple[CaughtFit | CaughtLoop, list[Outcome]]] = []
 
-    def rehearse(fit: CaughtFit) -> None:
-        candidates, without = candidates_for(devices, fit.module, fit.trainer_keywords.get("strategy"))
+    def rehearse(fit: CaughtFit | CaughtLoop) -> None:
+        candidates, without = candidates_for(devices, fit.module, fit.script_strategy)
         outcomes = [
             rehearse_candidate(fit, candidate, min(rank, candidate.ranks - 1), draws=plot is not None)
             for candidate in candidates
@@ -102,7 +103,9 @@ def plan(
         plans.append((fit, ranked(outcomes, memory)))
 
     with script_output_on_stderr():
-        failure = run_script(script, arguments, rehearse, fits=fits, patience=patience, as_module=as_module)
+        failure = run_script(
+            script, arguments, rehearse, ranks=devices, fits=fits, patience=patience, as_module=as_module
+        )
     if plot is not None:
         _draw_first(plans[0][1], plot)
     if as_json:
@@ -136,7 +139,7 @@ def _draw_first(outcomes: Sequence[Outcome], path: str) -> None:
         draw(best.curve, f"{best.code}{ranks}", path)
 
 
-def _as_data(fit: CaughtFit, outcomes: Sequence[Outcome], memory: int) -> dict[str, Any]:
+def _as_data(fit: CaughtFit | CaughtLoop, outcomes: Sequence[Outcome], memory: int) -> dict[str, Any]:
     rows = [{**asdict(replace(outcome, curve=None)), "fits": outcome.fits(memory)} for outcome in outcomes]
     for row in rows:
         del row["curve"]
@@ -154,7 +157,7 @@ _PARTS = (
 )
 
 
-def _print_plan(fit: CaughtFit, outcomes: Sequence[Outcome], devices: int, memory: int) -> None:
+def _print_plan(fit: CaughtFit | CaughtLoop, outcomes: Sequence[Outcome], devices: int, memory: int) -> None:
     numel = max((outcome.parameters for outcome in outcomes), default=0)
     click.echo(
         f"{type(fit.module).__name__} at {fit.location}: {format_count(numel)} parameters, "
