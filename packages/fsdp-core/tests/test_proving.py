@@ -257,6 +257,19 @@ class Drops(Net):
         return super().loss(F.dropout(logits, 0.5, self.training), y)
 
 
+class DropPath(nn.Module):
+    """As each library writes it for itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.new_empty(len(x), 1).bernoulli_(0.5) if self.training else x
+
+
+class DropsBranches(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.append(DropPath())
+
+
 class WarmsUp(Net):
     """Counts its own steps, and reads the number of ranks and of the batch."""
 
@@ -364,7 +377,7 @@ def test_a_buffer_that_ranks_would_save_differently() -> None:
     assert (row.verdict, row.words) == ("differs", "buffer center differs between ranks after step 1")
 
 
-@pytest.mark.parametrize("module", [WarmsUp, Net, Drops, Late])
+@pytest.mark.parametrize("module", [WarmsUp, Net, Drops, DropsBranches, Late])
 def test_what_is_right_is_proven(module: Callable[[], pl.LightningModule]) -> None:
     row = references(module, gradient_clip_val=0.1)
     assert row.verdict == "same", row.words

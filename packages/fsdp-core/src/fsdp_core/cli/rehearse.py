@@ -93,8 +93,10 @@ class _Rehearse:
     def __call__(self) -> RankRehearsal | str:
         from fsdp_core.rehearsal.fit import RehearsedRun
         from fsdp_core.rehearsal.large_scale import rehearse_rank
+        from fsdp_core.rehearsal.script import CaughtFit
 
         fit, candidate = self._fit, self._candidate
+        assert isinstance(fit, CaughtFit)
         try:
             return rehearse_rank(
                 RehearsedRun(

@@ -37,6 +37,9 @@ __all__ = ["Reference", "train_in_one_process", "train_on_rank"]
 #: By how much weights are changed to see how a run depends on rounding, relative to each, by their dtype.
 _PERTURBATION = {torch.float64: 1e-13, torch.float32: 1e-6}
 
+#: How libraries call modules that drop a row's whole branch; each computes it by itself.
+_STOCHASTIC_DEPTH = ("DropPath", "StochasticDepth")
+
 #: Arguments of the Trainer that say how long and how often, of which a proof has its own.
 _NOT_TAKEN = frozenset(
     {
@@ -291,6 +294,9 @@ class Recorder(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         rank, micro_batch = self.rank, batch_idx
+        for submodule in trainer.lightning_module.modules():
+            if type(submodule).__name__.endswith(_STOCHASTIC_DEPTH):
+                submodule.eval()
         if self.observes and trainer.global_step == 0:
             self._observing.enter_context(_Observer(self.run))
         if self.reference is not None:

@@ -178,7 +178,7 @@ class LoopRehearsal:
             devices=candidate.ranks,
             precision=keywords.get("precision"),
             plugins=[ImaginedEnvironment(self._rank, candidate.ranks)] if candidate.ranks > 1 else None,
-            loggers=[DummyLogger()] if keywords.get("loggers") else None,  # type: ignore[list-item]
+            loggers=[DummyLogger()] if keywords.get("loggers") else None,
         )
         strategy: Any = fabric.strategy
         self._trainer.strategy = strategy

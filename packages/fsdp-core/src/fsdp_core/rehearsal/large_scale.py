@@ -298,18 +298,19 @@ def _callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
     return callbacks
 
 
-def _strategy_of(trainer: pl.Trainer) -> ShardedTrainerStrategy:
+def _strategy_of(trainer: pl.Trainer) -> ShardedTrainerStrategy | LoopStrategy:
     strategy: Any = trainer.strategy
     if not isinstance(strategy, ShardedTrainerStrategy | LoopStrategy):
         raise UnsupportedCapabilityError(
             f"{type(strategy).__name__} is no sharded strategy of this project, so its ranks can't be rehearsed.\n"
             "Choose one by --strategy; fsdp list shows them. fsdp plan rehearses DDP as well."
         )
-    shown: ShardedTrainerStrategy = strategy
-    return shown
+    return strategy
 
 
-def _units_of(strategy: ShardedTrainerStrategy, module: nn.Module) -> tuple[list[UnitTraffic], str | None]:
+def _units_of(
+    strategy: ShardedTrainerStrategy | LoopStrategy, module: nn.Module
+) -> tuple[list[UnitTraffic], str | None]:
     """How units communicate by formula; or none, and why it is not known."""
     sharded, mesh = strategy.sharded, strategy.runtime.mesh
     parameters = [p for p in sharded.plan.parameters.values() if not p.is_replicated and p.tied_to is None]
