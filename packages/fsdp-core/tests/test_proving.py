@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
 from typing import Any, NamedTuple
@@ -14,14 +15,15 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from click.testing import CliRunner
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from fsdp_core.cli.prove import prove
 from fsdp_core.errors import ShardingError
 from fsdp_core.proving.batches import batches_of_one_size, join_batches
 from fsdp_core.proving.proof import BATCHES, Row, prove_fit
+from fsdp_core.proving.rows_of_ranks import can_read_as_ranks, read_the_same
 from fsdp_core.proving.runs import TrainedRun, TrainedStep, compare_runs
 from fsdp_core.rehearsal.forks import Failed, call_in_forks
 from fsdp_core.rehearsal.script import CaughtFit
@@ -198,6 +200,42 @@ class TakesTheHardest(Net):
         return F.cross_entropy(logits, y, reduction="none").max()
 
 
+class CountsRows(Net):
+    """Counts the rows that it has seen: each rank its own."""
+
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        weight = 1 + self.calls
+        self.calls += len(y)
+        return super().loss(logits, y) * weight
+
+
+class CountsRowsElsewhere(Net):
+    """Counts them where no proof looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: Any = {0}
+
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        weight = len(self.counted)
+        self.counted |= set(range(weight, weight + len(y)))
+        return weight * super().loss(logits, y)
+
+
+class ScalesItsRate(Net):
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.param_groups[0]["lr"] = 1e-3 * len(y)
+        return super().loss(logits, y)
+
+
+class ClampsGradients(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+
 class DrawsNoise(Net):
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         return super().loss(logits + torch.randn_like(logits), y)
@@ -217,6 +255,19 @@ class AsksForSums(Net):
 class Drops(Net):
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         return super().loss(F.dropout(logits, 0.5, self.training), y)
+
+
+class DropPath(nn.Module):
+    """As each library writes it for itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.new_empty(len(x), 1).bernoulli_(0.5) if self.training else x
+
+
+class DropsBranches(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.append(DropPath())
 
 
 class WarmsUp(Net):
@@ -286,7 +337,11 @@ WRONG: dict[str, tuple[Callable[[], pl.LightningModule], str]] = {
     "buffer": (Centers, "in step 2"),
     "rank": (AsksForItsRank, "without self.global_rank"),
     "rows": (ComparesRows, "net.1"),
-    "unknown": (TakesTheHardest, "no mean over the rows"),
+    "loss": (TakesTheHardest, "no mean over the rows"),
+    "attribute": (CountsRows, "self.calls; with those of the whole batch, step 2 is the same"),
+    "settings": (ScalesItsRate, "lr of parameter group 0 is 0.004 on ranks, and 0.008 with the whole batch"),
+    "backward": (ClampsGradients, "hooks of parameters"),
+    "unknown": (CountsRowsElsewhere, "none of the known causes"),
 }
 
 
@@ -299,12 +354,30 @@ def test_what_is_wrong_on_ranks_is_named_with_its_cause(cause: str) -> None:
     assert row.remedy
 
 
+@pytest.mark.parametrize(("divides", "verdict"), [(True, "same"), (False, "differs")])
+def test_what_ranks_read(divides: bool, verdict: str) -> None:
+    rows = TensorDataset(torch.arange(48).reshape(24, 2), torch.zeros(24, dtype=torch.long))
+    fit = replace(new_fit(Net, use_distributed_sampler=divides), loader=DataLoader(rows, batch_size=4))
+    row = prove_fit(fit, only="references").rows[1]
+    assert (row.what, row.verdict) == ("rows that a rank reads", verdict), row.words
+    assert row.cause == ("" if divides else "data")
+
+
+def test_rows_that_can_not_be_told_apart() -> None:
+    assert read_the_same([["a"], ["a"]]) is None
+    rows = TensorDataset(torch.zeros(8))
+    sampler = DistributedSampler[Any](rows, 2, 0)
+    assert not can_read_as_ranks(replace(new_fit(Net), loader=DataLoader(rows, sampler=sampler)))
+    assert can_read_as_ranks(replace(new_fit(Net), loader=DataLoader(rows)))
+    assert not can_read_as_ranks(new_fit(Net))
+
+
 def test_a_buffer_that_ranks_would_save_differently() -> None:
     row = references(Remembers)
     assert (row.verdict, row.words) == ("differs", "buffer center differs between ranks after step 1")
 
 
-@pytest.mark.parametrize("module", [WarmsUp, Net, Drops, Late])
+@pytest.mark.parametrize("module", [WarmsUp, Net, Drops, DropsBranches, Late])
 def test_what_is_right_is_proven(module: Callable[[], pl.LightningModule]) -> None:
     row = references(module, gradient_clip_val=0.1)
     assert row.verdict == "same", row.words
@@ -317,32 +390,6 @@ def test_random_numbers_of_a_step_can_not_be_told() -> None:
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
-
-
-class LosesAWeight(DDPStrategy):
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().optimizer_step(*args, **kwargs)
-        if self.global_rank == 1:
-            assert self.lightning_module is not None
-            with torch.no_grad():
-                next(self.lightning_module.parameters()).add_(1e-6)
-        return output
-
-
-class Adds(DDPStrategy):
-    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        super().backward(closure_loss * 2, *args, **kwargs)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "words"), [(LosesAWeight, "weight of net.0.weight in step 1"), (Adds, "shares of 1, 1 in it")]
-)
-def test_a_strategy_that_is_wrong_is_named(strategy: type[DDPStrategy], words: str) -> None:
-    proof = prove_fit(new_fit(Net, strategy=strategy()), only="script", options={})
-    first, second = proof.rows
-    assert (first.verdict, second.verdict) == ("same", "differs")
-    assert words in second.words
-    assert second.repeated_by == "--only script"
 
 
 @pytest.mark.parametrize("module", [AsksForSums, StepsByItself, DrawsNoise])

@@ -13,6 +13,7 @@ from fsdp_core.cli.output import format_count, format_size, print_json, print_ta
 from fsdp_core.cli.scripts import script_command, script_output_on_stderr
 
 if TYPE_CHECKING:
+    from fsdp_core.rehearsal.fabric_loop import CaughtLoop
     from fsdp_core.rehearsal.planning import Outcome
     from fsdp_core.rehearsal.script import CaughtFit
 
@@ -91,10 +92,10 @@ def plan(
     if rank >= devices:
         raise click.BadParameter(f"--rank {rank} is none of {devices} ranks, which are numbered from 0.")
     refused: dict[str, str] = {}
-    plans: list[tuple[CaughtFit, list[Outcome], list[Outcome]]] = []
+    plans: list[tuple[CaughtFit | CaughtLoop, list[Outcome], list[Outcome]]] = []
 
-    def rehearse(fit: CaughtFit) -> None:
-        candidates, without = candidates_for(devices, fit.module, fit.trainer_keywords.get("strategy"))
+    def rehearse(fit: CaughtFit | CaughtLoop) -> None:
+        candidates, without = candidates_for(devices, fit.module, fit.script_strategy)
         outcomes = [
             rehearse_candidate(fit, candidate, min(rank, candidate.ranks - 1), draws=plot is not None)
             for candidate in candidates
@@ -105,7 +106,9 @@ def plan(
         plans.append((fit, ranked(outcomes, memory), changes))
 
     with script_output_on_stderr():
-        failure = run_script(script, arguments, rehearse, fits=fits, patience=patience, as_module=as_module)
+        failure = run_script(
+            script, arguments, rehearse, ranks=devices, fits=fits, patience=patience, as_module=as_module
+        )
     if plot is not None:
         _draw_first(plans[0][1], plot)
     if as_json:
@@ -139,13 +142,27 @@ def _draw_first(outcomes: Sequence[Outcome], path: str) -> None:
         draw(best.curve, f"{best.code}{ranks}", path)
 
 
-def _as_data(fit: CaughtFit, outcomes: Sequence[Outcome], changes: Sequence[Outcome], memory: int) -> dict[str, Any]:
+def _as_data(
+    fit: CaughtFit | CaughtLoop, outcomes: Sequence[Outcome], changes: Sequence[Outcome], memory: int
+) -> dict[str, Any]:
     def rows(of: Sequence[Outcome]) -> list[dict[str, Any]]:
         data = [{**asdict(replace(outcome, curve=None)), "fits": outcome.fits(memory)} for outcome in of]
         return [{name: value for name, value in row.items() if name != "curve"} for row in data]
 
     facts = {"location": fit.location, "module": type(fit.module).__name__, "left_out": fit.left_out}
     return {**facts, "plans": rows(outcomes), "changes": rows(changes)}
+
+
+def _print_changes(changes: Sequence[Outcome], least: str) -> None:
+    if not changes:
+        click.echo(
+            f"Nothing fits. The least is {least} a device: use more devices, a smaller batch with "
+            "accumulate_grad_batches, or cpu_offload=True."
+        )
+        return
+    click.echo(f"Nothing fits. The least is {least} a device. What would fit:")
+    for change in changes:
+        click.echo(f"  {change.code}: {format_size(change.peak_bytes)} a device")
 
 
 #: The columns of the peak's parts: their titles, and what they hold.
@@ -160,7 +177,7 @@ _PARTS = (
 
 
 def _print_plan(
-    fit: CaughtFit, outcomes: Sequence[Outcome], changes: Sequence[Outcome], devices: int, memory: int
+    fit: CaughtFit | CaughtLoop, outcomes: Sequence[Outcome], changes: Sequence[Outcome], devices: int, memory: int
 ) -> None:
     numel = max((outcome.parameters for outcome in outcomes), default=0)
     click.echo(
@@ -182,12 +199,7 @@ def _print_plan(
         moment = f"{best.phase} pass" if best.phase in ("forward", "backward") else best.phase
         click.echo(f"The first has its peak in the {moment}{f', in {best.module}' if best.module else ''}.")
     elif rows:
-        click.echo(f"Nothing fits. The least is {rows[0][1]} a device. What would make it fit:")
-        for change in changes:
-            click.echo(f"  {change.code}: {format_size(change.peak_bytes)} a device")
-        if not changes:
-            click.echo("  neither a smaller batch with accumulate_grad_batches, nor more devices: what is left is")
-        click.echo("  cpu_offload=True, whose memory on a device a plan can't tell")
+        _print_changes(changes, rows[0][1])
     errors: dict[str, list[str]] = {}
     for outcome in outcomes:
         if outcome.error is not None:

@@ -13,9 +13,11 @@ import click
 
 from fsdp_core.cli.output import print_json, print_table
 from fsdp_core.cli.scripts import script_command, script_output_on_stderr
+from fsdp_core.errors import ShardingError
 
 if TYPE_CHECKING:
     from fsdp_core.proving.proof import Proof
+    from fsdp_core.rehearsal.fabric_loop import CaughtLoop
     from fsdp_core.rehearsal.script import CaughtFit
 
 __all__ = ["prove"]
@@ -72,12 +74,14 @@ def prove(
     import torch
 
     from fsdp_core.proving.causes import CAUSES
-    from fsdp_core.proving.proof import BATCHES, prove_fit
+    from fsdp_core.proving.faults import FAULTS
+    from fsdp_core.proving.proof import BATCHES, RANKS, prove_fit
+    from fsdp_core.rehearsal.fabric_loop import CaughtLoop
     from fsdp_core.rehearsal.script import run_script
 
     for cause in accept:
-        if cause not in CAUSES:
-            raise click.BadParameter(f"--accept {cause}: the causes are {', '.join(CAUSES)}.")
+        if cause not in {*CAUSES, *FAULTS}:
+            raise click.BadParameter(f"--accept {cause}: the causes are {', '.join((*CAUSES, *FAULTS))}.")
 
     def tell(words: str) -> None:
         if sys.stderr.isatty():
@@ -86,11 +90,25 @@ def prove(
     torch.set_num_threads(1)  # each run has one, too
     proofs: list[tuple[CaughtFit, Proof]] = []
 
-    def prove_caught(fit: CaughtFit) -> None:
+    def prove_caught(fit: CaughtFit | CaughtLoop) -> None:
+        if isinstance(fit, CaughtLoop):
+            raise ShardingError(
+                f"{fit.location} sets up a loop under Fabric, of which a proof can't play one rank after the other.\n"
+                "Prove a LightningModule with the same step under a Trainer. fsdp plan and fsdp rehearse take the loop."
+            )
         proofs.append((fit, prove_fit(fit, seconds=timeout, only=only, options=options or None, tell=tell)))
 
     with script_output_on_stderr():
-        run_script(script, arguments, prove_caught, fits=fits, batches=BATCHES, patience=patience, as_module=as_module)
+        run_script(
+            script,
+            arguments,
+            prove_caught,
+            ranks=RANKS,
+            fits=fits,
+            batches=BATCHES,
+            patience=patience,
+            as_module=as_module,
+        )
     if as_json:
         as_data = [
             {

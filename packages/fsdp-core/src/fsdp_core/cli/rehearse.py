@@ -14,6 +14,7 @@ from fsdp_core.errors import FSDPError, ShardingError, first_line
 
 if TYPE_CHECKING:
     from fsdp_core.rehearsal.candidates import Candidate
+    from fsdp_core.rehearsal.fabric_loop import CaughtLoop
     from fsdp_core.rehearsal.large_scale import RankRehearsal
     from fsdp_core.rehearsal.script import CaughtFit
     from fsdp_core.rehearsal.traffic import Difference
@@ -54,6 +55,7 @@ def rehearse(
     Exit status: 0, or 3 if formula and count differ, 1 for an error, 2 for wrong usage.
     """
     from fsdp_core.rehearsal.candidates import candidate_of, check_rehearsable
+    from fsdp_core.rehearsal.fabric_loop import CaughtLoop
     from fsdp_core.rehearsal.forks import call_in_fork
     from fsdp_core.rehearsal.script import run_script
 
@@ -62,17 +64,18 @@ def rehearse(
         raise click.BadParameter(f"--rank {rank} is none of {ranks} ranks, which are numbered from 0.")
     if strategy is not None:
         check_rehearsable(strategy)
-    rehearsals: list[tuple[CaughtFit, Candidate, RankRehearsal]] = []
+    rehearsals: list[tuple[CaughtFit | CaughtLoop, Candidate, RankRehearsal]] = []
 
-    def rehearse_caught(fit: CaughtFit) -> None:
-        candidate = candidate_of(fit.trainer_keywords.get("strategy"), strategy, ranks)
-        result = call_in_fork(_Rehearse(fit, candidate, rank))
+    def rehearse_caught(fit: CaughtFit | CaughtLoop) -> None:
+        candidate = candidate_of(fit.script_strategy, strategy, ranks)
+        rehearsal = _Rehearse(fit, candidate, rank)
+        result = rehearsal.of_loop(fit) if isinstance(fit, CaughtLoop) else call_in_fork(rehearsal)
         if isinstance(result, str):
             raise ShardingError(result)
         rehearsals.append((fit, candidate, result))
 
     with script_output_on_stderr():
-        run_script(script, arguments, rehearse_caught, fits=fits, patience=patience, as_module=as_module)
+        run_script(script, arguments, rehearse_caught, ranks=ranks, fits=fits, patience=patience, as_module=as_module)
     if as_json:
         print_json({"fits": [_as_data(*each) for each in rehearsals]})
     else:
@@ -84,14 +87,16 @@ def rehearse(
 class _Rehearse:
     """Rehearses a rank, in a process of its own; returns an error in words."""
 
-    def __init__(self, fit: CaughtFit, candidate: Candidate, rank: int) -> None:
+    def __init__(self, fit: CaughtFit | CaughtLoop, candidate: Candidate, rank: int) -> None:
         self._fit, self._candidate, self._rank = fit, candidate, rank
 
     def __call__(self) -> RankRehearsal | str:
         from fsdp_core.rehearsal.fit import RehearsedRun
         from fsdp_core.rehearsal.large_scale import rehearse_rank
+        from fsdp_core.rehearsal.script import CaughtFit
 
         fit, candidate = self._fit, self._candidate
+        assert isinstance(fit, CaughtFit)
         try:
             return rehearse_rank(
                 RehearsedRun(
@@ -105,16 +110,25 @@ class _Rehearse:
                     precision=fit.trainer_keywords.get("precision"),
                 )
             )
-        except FSDPError as error:
-            return str(error)
         except Exception as error:
-            return f"the rehearsal of {candidate.code} ended in {type(error).__name__}: {first_line(error)}"
+            return self._explain(error)
+
+    def of_loop(self, loop: CaughtLoop) -> RankRehearsal | str:
+        """The same of a loop under Fabric, which goes on in a process of its own."""
+        from fsdp_core.rehearsal.large_scale import rehearse_rank_of_loop
+
+        return rehearse_rank_of_loop(loop, self._candidate, self._rank, self._explain)
+
+    def _explain(self, error: BaseException) -> str:
+        if isinstance(error, FSDPError):
+            return str(error)
+        return f"the rehearsal of {self._candidate.code} ended in {type(error).__name__}: {first_line(error)}"
 
 
 # -- output ------------------------------------------------------------------------------------------------------------
 
 
-def _as_data(fit: CaughtFit, candidate: Candidate, result: RankRehearsal) -> dict[str, Any]:
+def _as_data(fit: CaughtFit | CaughtLoop, candidate: Candidate, result: RankRehearsal) -> dict[str, Any]:
     return {
         "location": fit.location,
         "module": type(fit.module).__name__,
@@ -142,7 +156,7 @@ def _as_data(fit: CaughtFit, candidate: Candidate, result: RankRehearsal) -> dic
     }
 
 
-def _print_rehearsal(fit: CaughtFit, candidate: Candidate, result: RankRehearsal) -> None:
+def _print_rehearsal(fit: CaughtFit | CaughtLoop, candidate: Candidate, result: RankRehearsal) -> None:
     click.echo(
         f"{type(fit.module).__name__} at {fit.location}: {format_count(result.numel)} parameters, "
         f"rank {result.rank:,} of {result.ranks:,}, {candidate.code}"
@@ -197,7 +211,7 @@ def _first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {rest:,} more" if rest > 0 else "")
 
 
-def _lines_of_scale(fit: CaughtFit, result: RankRehearsal) -> Iterator[str]:
+def _lines_of_scale(fit: CaughtFit | CaughtLoop, result: RankRehearsal) -> Iterator[str]:
     """What only many ranks show, a line each."""
     if result.padding_ratio >= 1 + _LEAST_PADDING:
         worst = max(result.units, key=lambda unit: unit.gathered_numel / unit.numel)

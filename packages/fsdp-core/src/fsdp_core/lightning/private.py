@@ -32,6 +32,10 @@ from lightning.fabric.utilities.data import sized_len
 # Seeds a process started by Lightning's launcher as its parent was seeded.
 from lightning.fabric.utilities.seed import reset_seed
 
+# What Fabric returns of a model and an optimizer: a loop's forward passes and steps go through them.
+from lightning.fabric.wrappers import _FabricModule as FabricModule
+from lightning.fabric.wrappers import _FabricOptimizer as FabricOptimizer
+
 # Holds whether a loop is restarting; the property by which the fit loop overrides it can't be set to false.
 from lightning.pytorch.loops.loop import _Loop as Loop
 
@@ -46,6 +50,8 @@ __all__ = [
     "BackwardSyncControl",
     "DtypeContext",
     "FabricForkLauncher",
+    "FabricModule",
+    "FabricOptimizer",
     "FabricSubprocessLauncher",
     "TrainerForkLauncher",
     "TrainerLauncher",

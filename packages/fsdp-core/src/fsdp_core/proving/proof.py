@@ -19,7 +19,9 @@ from fsdp_core.errors import ShardingError, first_line
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.proving.batches import batches_of_one_size, join_batches
-from fsdp_core.proving.causes import Cause, Variant, find_cause, shares_of_ranks
+from fsdp_core.proving.causes import CAUSES, Cause, Variant, find_cause
+from fsdp_core.proving.faults import Fault, find_fault
+from fsdp_core.proving.rows_of_ranks import can_read_as_ranks, read_as_rank, read_the_same
 from fsdp_core.proving.runs import STEPS, Comparison, Difference, TrainedRun, compare_runs
 from fsdp_core.proving.training import Reference, train_in_one_process, train_on_rank
 from fsdp_core.rehearsal.candidates import Candidate, candidates_for, option_that_keeps_gathered
@@ -215,7 +217,16 @@ class _Prover:
             for result in results
         ]
 
-    def run_strategy(self, candidate: Candidate, accumulate: int) -> list[TrainedRun | Failed]:
+    def without_clipping(self) -> _Prover:
+        """A prover of the same fit, of which nothing is clipped, in the dtype of this one."""
+        keywords = {name: value for name, value in self.fit.trainer_keywords.items() if name != "gradient_clip_val"}
+        prover = _Prover(replace(self.fit, trainer_keywords=keywords), self._seconds)
+        prover.dtype = self.dtype
+        return prover
+
+    def run_strategy(
+        self, candidate: Candidate, accumulate: int, *, observes: bool = False
+    ) -> list[TrainedRun | Failed]:
         """The run as each of the ranks has seen it."""
         batches = self._batches[: STEPS * RANKS * accumulate]
         with tempfile.TemporaryDirectory(prefix="fsdp-prove-") as folder:
@@ -230,10 +241,21 @@ class _Prover:
                     rank=rank,
                     store=str(Path(folder, "ranks")),
                     seconds=self._seconds,
+                    observes=observes,
                 )
                 for rank in range(RANKS)
             ]
             return self._call(trainings)
+
+    def read_as_ranks(self) -> list[list[str] | Failed]:
+        """Digests of the batches that real ranks read."""
+        with tempfile.TemporaryDirectory(prefix="fsdp-prove-") as folder:
+            store = str(Path(folder, "ranks"))
+            reads = [
+                partial(read_as_rank, self.fit, rank=rank, ranks=RANKS, store=store, seconds=self._seconds)
+                for rank in range(RANKS)
+            ]
+            return call_in_forks(reads, self._seconds)
 
 
 def prove_fit(
@@ -278,7 +300,7 @@ def prove_fit(
             tell(_code_of(with_options, accumulate))
             started = time.monotonic()
             runs = prover.run_strategy(with_options, accumulate)
-            row = _row_of_strategy(prover, references, runs, accumulate)
+            row = _row_of_strategy(prover, with_options, references, runs, accumulate)
             row = replace(
                 row,
                 what=_code_of(with_options, accumulate),
@@ -294,6 +316,9 @@ def prove_fit(
             if accumulate == 1 and isinstance(runs[0], TrainedRun):
                 base_runs.append(runs[0])
     rows.insert(0, _row_of_references(prover, references, base_runs))
+    if only in (None, "references") and can_read_as_ranks(fit):
+        tell("what ranks read")
+        rows[1:1] = _rows_of_data(prover)
     return Proof(rows=rows, dtype=f"fp{prover.dtype.itemsize * 8}", not_run=not_run)
 
 
@@ -333,7 +358,11 @@ def _code_of(candidate: Candidate, accumulate: int) -> str:
 
 
 def _row_of_strategy(
-    prover: _Prover, references: _References, runs: Sequence[TrainedRun | Failed], accumulate: int
+    prover: _Prover,
+    candidate: Candidate,
+    references: _References,
+    runs: Sequence[TrainedRun | Failed],
+    accumulate: int,
 ) -> Row:
     """How a strategy's run differs from the ranks in turn; or from the whole batch, if it is as that one."""
     row = Row(what="", with_what="ranks in turn", verdict="can't tell")
@@ -360,11 +389,52 @@ def _row_of_strategy(
         unclear = f"the step draws random numbers by {references.random}"
     if unclear:
         return replace(row, words=unclear, worst=comparison.worst)
-    difference, run = comparison.difference, runs[rank]
-    assert difference is not None and isinstance(run, TrainedRun)
-    why = _where_gradients_are_lost(prover, run, difference, accumulate)
-    words = f"{difference.words}, on rank {rank}{': ' if why else ''}{why}"
-    return replace(row, verdict="differs", words=words, worst=comparison.worst)
+    assert comparison.difference is not None
+    assert isinstance(expected, TrainedRun) and isinstance(runs[rank], TrainedRun)
+    fault = _fault_of(prover, candidate, references, expected, runs, rank, comparison.difference, accumulate)
+    if fault.name == "backend":
+        observed = prover.run_strategy(candidate, accumulate, observes=True)[rank]
+        if isinstance(observed, TrainedRun) and torch.finfo(observed.coarsest).eps > torch.finfo(expected.coarsest).eps:
+            dtype = str(observed.coarsest).removeprefix("torch.")
+            reason = f"the strategy computes in {dtype}, in which orders of addition differ"
+            return replace(row, words=f"{reason} ({comparison.difference.words})", worst=comparison.worst)
+    words = f"{comparison.difference.words}, on rank {rank}: {fault.words}"
+    return replace(row, verdict="differs", words=words, worst=comparison.worst, cause=fault.name, remedy=fault.remedy)
+
+
+def _fault_of(
+    prover: _Prover,
+    candidate: Candidate,
+    references: _References,
+    expected: TrainedRun,
+    runs: Sequence[TrainedRun | Failed],
+    rank: int,
+    difference: Difference,
+    accumulate: int,
+) -> Fault:
+    trained = [run for run in runs if isinstance(run, TrainedRun)]
+
+    def train_in_turn(**how: Any) -> TrainedRun | Failed:
+        return prover.train([prover.reference(in_turn=True, accumulate=accumulate, **how)])[0]
+
+    def agrees_without_clipping() -> bool:
+        if not prover.fit.trainer_keywords.get("gradient_clip_val"):
+            return False
+        unclipped = prover.without_clipping()
+        (reference,) = unclipped.train([unclipped.reference(in_turn=True, accumulate=accumulate)])
+        compared = _compare_ranks(references, reference, unclipped.run_strategy(candidate, accumulate))
+        return compared is not None and compared[1].agrees
+
+    return find_fault(
+        expected,
+        trained,
+        rank,
+        difference,
+        accumulate=accumulate,
+        detail=partial(train_in_turn, records_details=True),
+        train_with_old_weights=partial(train_in_turn, undoes_steps=True),
+        agrees_without_clipping=agrees_without_clipping,
+    )
 
 
 def _compare_ranks(
@@ -373,7 +443,8 @@ def _compare_ranks(
     """The rank that differs first, or rank 0, and its comparison; ``None`` if there is nothing to compare with."""
     if isinstance(expected, Failed):
         return None
-    comparisons = [compare_runs(expected, run, references.stability) for run in runs if not isinstance(run, Failed)]
+    trained = [run for run in runs if not isinstance(run, Failed)]
+    comparisons = [compare_runs(expected, _as_coarse_as(expected, run), references.stability) for run in trained]
 
     def first(rank: int) -> tuple[bool, int, bool]:
         difference = comparisons[rank].difference
@@ -385,22 +456,33 @@ def _compare_ranks(
     return rank, comparisons[rank]
 
 
-def _where_gradients_are_lost(prover: _Prover, run: TrainedRun, difference: Difference, accumulate: int) -> str:
-    """What a strategy has made of the ranks' gradients."""
-    if difference.of == "weight":
-        return "gradients are the same, so it is the optimizer, clipping, or what is kept between steps"
-    reference = prover.reference(in_turn=True, accumulate=accumulate, records_details=True)
-    (detailed,) = prover.train([reference])
-    if isinstance(detailed, Failed):
-        return ""
-    weight = run.steps[difference.step].weights[difference.parameter]
-    enough = weight.numel() > 4 * len(detailed.rank_gradients[difference.step])
-    shares = shares_of_ranks(run, detailed, difference.step, difference.parameter if enough else None)
-    if shares is None:
-        return "it is no weighted sum of the ranks' gradients"
-    what = "ranks" if accumulate == 1 else "micro-batches of ranks"
-    listing = ", ".join(f"{round(share, 6) + 0.0:.3g}" for share in shares)
-    return f"{what} have shares of {listing} in it, and should have {1 / len(shares):.3g} each"
+def _rows_of_data(prover: _Prover) -> list[Row]:
+    """Whether ranks read different rows; nothing, if batches are too few to tell."""
+    started = time.monotonic()
+    digests = prover.read_as_ranks()
+    row = Row(what="rows that a rank reads", with_what="other rank", verdict="same", seconds=time.monotonic() - started)
+    read = [each for each in digests if not isinstance(each, Failed)]
+    for failure in digests:
+        if isinstance(failure, Failed):
+            return [replace(row, verdict="can't tell", words=f"the loader can't be read on ranks: {failure.words}")]
+    are_same = read_the_same(read)
+    if are_same:
+        return [
+            replace(
+                row,
+                verdict="differs",
+                words=f"{CAUSES['data']}: their first two batches are the same",
+                cause="data",
+                remedy="Leave use_distributed_sampler=True, or give each rank its part by a sampler of its own, or in "
+                "an iterable dataset by self.trainer.global_rank.",
+            )
+        ]
+    return [] if are_same is None else [row]
+
+
+def _as_coarse_as(expected: TrainedRun, run: TrainedRun) -> TrainedRun:
+    """A strategy's run, judged by what the module computes in: what the strategy rounds by itself is a difference."""
+    return replace(run, coarsest=expected.coarsest)
 
 
 def _row_of_references(prover: _Prover, references: _References, strategies: Sequence[TrainedRun]) -> Row:

@@ -41,10 +41,18 @@ class TrainedStep:
     Attributes:
         gradients: By parameter name, before they are clipped. Of real ranks with manual optimization there are none.
         weights: By parameter name, after the step.
+        loss: The loss: the mean over the micro-batches of this process; ``None`` with manual optimization.
+        settings: The numbers of each parameter group that the optimizer steps with, such as ``lr``.
+        steps_gradients: Whether the optimizer has a parameter that has a gradient.
+        unmoved: The parameters that are as they were before the step.
     """
 
     gradients: Mapping[str, Tensor]
     weights: Mapping[str, Tensor]
+    loss: float | None = None
+    settings: Sequence[Mapping[str, float]] = ()
+    steps_gradients: bool = True
+    unmoved: Sequence[str] = ()
 
 
 @dataclass(kw_only=True)
@@ -59,6 +67,7 @@ class TrainedRun:
         buffers: Buffers that differ between the ranks that were played, by name, and in which step they first do.
         rank_gradients: In each step, the gradients of each rank that was played.
         outputs: The first output of each submodule in the first step, in the order of calls.
+        states: Before each step, the buffers and attributes of each rank that was played: of the module, if none was.
     """
 
     steps: list[TrainedStep] = field(default_factory=list)
@@ -68,6 +77,7 @@ class TrainedRun:
     buffers: dict[str, int] = field(default_factory=dict)
     rank_gradients: list[list[dict[str, Tensor]]] = field(default_factory=list)
     outputs: dict[str, Tensor] = field(default_factory=dict)
+    states: list[list[dict[str, Any]]] = field(default_factory=list)
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Self:

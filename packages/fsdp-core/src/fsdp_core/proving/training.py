@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import wraps
@@ -17,25 +17,28 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from fsdp_core.proving.module_state import BATCH_NORMS, impose_state, read_state
 from fsdp_core.proving.runs import STEPS, TrainedRun, TrainedStep
 from fsdp_core.rehearsal.candidates import Candidate
 from fsdp_core.rehearsal.fit import quietly
 from fsdp_core.rehearsal.imagined_ranks import ImaginedEnvironment
 from fsdp_core.rehearsal.known_values import users_line
 from fsdp_core.rehearsal.script import CaughtFit
+from fsdp_core.rehearsal.step_marks import EnoughSteps
 from fsdp_core.state.full_tensor import gather_each
 from fsdp_core.torch_private.fake_tensors import tree_leaves, tree_map_only
 from fsdp_core.torch_private.tensors import TorchDispatchMode
 
-__all__ = ["BATCH_NORMS", "Reference", "train_in_one_process", "train_on_rank"]
-
-#: What normalises over the rows of a batch.
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+__all__ = ["Reference", "train_in_one_process", "train_on_rank"]
 
 #: By how much weights are changed to see how a run depends on rounding, relative to each, by their dtype.
 _PERTURBATION = {torch.float64: 1e-13, torch.float32: 1e-6}
+
+#: How libraries call modules that drop a row's whole branch; each computes it by itself.
+_STOCHASTIC_DEPTH = ("DropPath", "StochasticDepth")
 
 #: Arguments of the Trainer that say how long and how often, of which a proof has its own.
 _NOT_TAKEN = frozenset(
@@ -60,7 +63,9 @@ class Reference:
         freezes_batch_norms: Whether batch norms use the averages that they have stored.
         hides_ranks: Whether each rank that is played is told that it is rank 0.
         is_alone: Whether a whole batch's process is told that it is the only one; else that there are as many as ranks.
-        records_details: Whether gradients of each rank and outputs of submodules are recorded.
+        records_details: Whether gradients and states of each rank and outputs of submodules are recorded.
+        imposed_states: Before each step, buffers and attributes that each rank that is played gets.
+        undoes_steps: Whether weights are set back after each step.
     """
 
     batches: Sequence[Any]
@@ -73,6 +78,8 @@ class Reference:
     hides_ranks: bool = False
     is_alone: bool = False
     records_details: bool = False
+    imposed_states: Sequence[Mapping[str, Any]] = ()
+    undoes_steps: bool = False
 
 
 class OneProcess(SingleDeviceStrategy):
@@ -166,6 +173,7 @@ def train_on_rank(
     rank: int,
     store: str,
     seconds: float,
+    observes: bool = False,
 ) -> TrainedRun:
     """Train three steps as one of several real ranks, which are processes over gloo. It changes the module.
 
@@ -178,6 +186,7 @@ def train_on_rank(
         rank: This rank.
         store: A path at which ranks find one another.
         seconds: How long a collective may wait.
+        observes: Whether it is noted what the first step computes in, which strategies may not expect.
     """
     ranks = candidate.ranks
     dist.init_process_group(
@@ -187,7 +196,7 @@ def train_on_rank(
         world_size=ranks,
         timeout=timedelta(seconds=seconds),
     )
-    recorder = Recorder(None, rank)
+    recorder = Recorder(None, rank, observes)
     _fit(
         fit,
         dtype,
@@ -223,12 +232,8 @@ def _fit(fit: CaughtFit, dtype: torch.dtype, recorder: Recorder, loader: _Batche
             limit_val_batches=0,
             callbacks=[recorder],
         )
-        try:
+        with suppress(EnoughSteps):  # before hooks of the epoch's end, which may need the validation that is left out
             trainer.fit(module, loader)
-        except Exception:
-            # what ends an epoch may need the validation that is left out
-            if len(recorder.run.steps) < STEPS:
-                raise
 
 
 class _Batches:
@@ -260,13 +265,20 @@ class Recorder(pl.Callback):
     Attributes:
         reference: How one process trains; ``None`` on a real rank.
         rank: The rank; that of the first one which one process plays.
+        observes: Whether it is noted what the first step draws, and computes in.
         run: What is recorded.
     """
 
     reference: Reference | None
     rank: int = 0
+    observes: bool = True
     run: TrainedRun = field(default_factory=TrainedRun)
     _gradients: dict[str, Tensor] = field(default_factory=dict)
+    _losses: list[float] = field(default_factory=list)
+    _settings: list[dict[str, float]] = field(default_factory=list)
+    _steps_gradients: bool = True
+    _parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    _weights: dict[str, Tensor] = field(default_factory=dict)
     _accumulated: dict[str, Tensor] = field(default_factory=dict)
     _observing: ExitStack = field(default_factory=ExitStack)
 
@@ -277,9 +289,16 @@ class Recorder(pl.Callback):
                 for parameter in module.parameters():
                     noise = torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator)
                     parameter.mul_(1 + _PERTURBATION.get(parameter.dtype, 0.0) * noise)
+        self._parameters = dict(trainer.lightning_module.named_parameters())
+        self._weights = _read_weights(trainer)
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         rank, micro_batch = self.rank, batch_idx
+        for submodule in trainer.lightning_module.modules():
+            if type(submodule).__name__.endswith(_STOCHASTIC_DEPTH):
+                submodule.eval()
+        if self.observes and trainer.global_step == 0:
+            self._observing.enter_context(_Observer(self.run))
         if self.reference is not None:
             if self.reference.in_turn:
                 micro_batch, rank = divmod(batch_idx, self.reference.ranks)
@@ -287,10 +306,15 @@ class Recorder(pl.Callback):
                 for submodule in trainer.lightning_module.modules():
                     if isinstance(submodule, BATCH_NORMS):
                         submodule.eval()
-            if trainer.global_step == 0:
-                self._observing.enter_context(_Observer(self.run))
             if self.reference.records_details and micro_batch == 0:
                 self._record_outputs(trainer.lightning_module)
+            step = trainer.global_step
+            if self.reference.records_details and micro_batch == step * self.reference.accumulate:
+                if rank == 0:
+                    self.run.states.append([])
+                self.run.states[-1].append(read_state(trainer.lightning_module))
+            if step < len(self.reference.imposed_states):
+                impose_state(trainer.lightning_module, self.reference.imposed_states[step])
         seed = 1000 * micro_batch + rank
         random.seed(seed)
         torch.manual_seed(seed)
@@ -298,7 +322,7 @@ class Recorder(pl.Callback):
     def on_after_backward(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if self.reference is None or not self.reference.records_details or not self.reference.in_turn:
             return
-        gradients = _read_gradients(trainer)
+        gradients = _read_gradients(trainer, self._parameters)
         if not self._accumulated:
             self.run.rank_gradients.append([])
         share = self.reference.ranks * self.reference.accumulate
@@ -309,23 +333,51 @@ class Recorder(pl.Callback):
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
         # manual optimization is inside of a step, where strategies may show something else
         if self.reference is not None or module.automatic_optimization:
-            self._gradients = _read_gradients(trainer)
+            self._gradients = _read_gradients(trainer, self._parameters)
+        groups = optimizer.param_groups
+        self._settings = [
+            {name: float(value) for name, value in group.items() if isinstance(value, int | float)} for group in groups
+        ]
+        self._steps_gradients = any(parameter.grad is not None for group in groups for parameter in group["params"])
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._observing.close()
+        if isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor):
+            self._losses.append(float(outputs["loss"]))  # divided by the number of micro-batches
         if trainer.global_step <= len(self.run.steps):
             return
         self._accumulated = {}
         weights = _read_weights(trainer)
-        self.run.steps.append(TrainedStep(gradients=self._gradients, weights=weights))
+        step = TrainedStep(
+            gradients=self._gradients,
+            weights=weights,
+            loss=sum(self._losses) if self._losses else None,
+            settings=self._settings,
+            steps_gradients=self._steps_gradients,
+            unmoved=[
+                name
+                for name, weight in weights.items()
+                if name in self._weights and torch.equal(weight, self._weights[name])
+            ],
+        )
+        self.run.steps.append(step)
+        self._losses = []
+        if self.reference is not None and self.reference.undoes_steps:
+            with torch.no_grad():
+                for name, parameter in trainer.lightning_module.named_parameters():
+                    parameter.copy_(self._weights[name])
+        else:
+            self._weights = weights
         strategy = trainer.strategy
         if isinstance(strategy, OneProcess):
             for name in _differing_buffers(strategy.copies):
                 self.run.buffers.setdefault(name, len(self.run.steps) - 1)
         if len(self.run.steps) == STEPS:
-            trainer.should_stop = True
+            if dist.is_initialized():
+                dist.barrier()  # no rank leaves while another one reads its shards
+            raise EnoughSteps
 
     def _record_outputs(self, module: nn.Module) -> None:
         """Record the first output of each submodule in this micro-batch, after those of the ranks before."""
@@ -349,24 +401,41 @@ class Recorder(pl.Callback):
                 self._observing.callback(handle.remove)
 
 
-def _read_gradients(trainer: pl.Trainer) -> dict[str, Tensor]:
-    """The full gradients, by name. All ranks must call it."""
+def _read_gradients(trainer: pl.Trainer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The full gradients, by name. All ranks must call it.
+
+    Args:
+        trainer: The Trainer.
+        parameters: The module's parameters at the start: a strategy may put others in their place while it computes.
+    """
     sharded = getattr(trainer.strategy, "sharded_or_none", None)
     if sharded is None:
-        named = trainer.lightning_module.named_parameters()
-        return {name: p.grad.detach().to_dense(masked_grad=False).clone() for name, p in named if p.grad is not None}
-    gradients = sharded.accumulated_gradients()
-    gathered = {name: value.clone() for name, value in gather_each(gradients.reduced, sharded.runtime)}
-    return {name: value.detach().clone() for name, value in (gradients.own | gathered).items()}
+        gradients = {}
+        for name, parameter in trainer.lightning_module.named_parameters():
+            gradient = parameter.grad if parameter.grad is not None else parameters[name].grad
+            if gradient is not None:
+                gradients[name] = _full(gradient)
+        return gradients
+    accumulated = sharded.accumulated_gradients()
+    gathered = {name: value.clone() for name, value in gather_each(accumulated.reduced, sharded.runtime)}
+    return {name: value.detach().clone() for name, value in (accumulated.own | gathered).items()}
 
 
 def _read_weights(trainer: pl.Trainer) -> dict[str, Tensor]:
     """The full weights, by name. All ranks must call it."""
     sharded = getattr(trainer.strategy, "sharded_or_none", None)
     if sharded is None:
-        return {name: parameter.detach().clone() for name, parameter in trainer.lightning_module.named_parameters()}
+        return {name: _full(parameter) for name, parameter in trainer.lightning_module.named_parameters()}
     state = sharded.model_state()
     return {name: value.clone() for name, value in gather_each(state, sharded.runtime) if isinstance(value, Tensor)}
+
+
+def _full(tensor: Tensor) -> Tensor:
+    """A dense copy, gathered if a strategy of a stranger has sharded it."""
+    value = tensor.detach()
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.to_dense(masked_grad=False).clone()
 
 
 def _differing_buffers(copies: Sequence[nn.Module]) -> list[str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from lightning.pytorch.strategies import Strategy
+from lightning.fabric.strategies import Strategy
 from torch import nn
 
 from fsdp_core.device_names import ANY_ACCELERATOR
@@ -50,14 +50,17 @@ class Candidate:
         class_name = str(registry.describe(self.strategy).trainer).partition(":")[2]
         return f"{class_name}({', '.join(f'{name}={value!r}' for name, value in self.options.items())})"
 
-    def build(self) -> str | Strategy:
-        """The strategy, as the Trainer takes it."""
+    def build(self, adapter: Literal["trainer", "fabric"] = "trainer") -> Any:
+        """The strategy, as the Trainer or Fabric takes it.
+
+        Args:
+            adapter: Which of them.
+        """
         if self.as_written is not None:
             return self.as_written
         if not self.options:
             return self.strategy
-        strategy: Strategy = registry.resolve(self.strategy, "trainer")(**self.options)
-        return strategy
+        return registry.resolve(self.strategy, adapter)(**self.options)
 
 
 def candidates_for(
@@ -68,7 +71,7 @@ def candidates_for(
     Args:
         ranks: The number of devices.
         module: What is trained. Activations are recomputed block by block, if it repeats blocks.
-        script_strategy: The ``strategy`` that the script gives its Trainer.
+        script_strategy: The ``strategy`` that the script gives its Trainer or Fabric.
 
     Returns:
         The candidates, and the installed strategies that can't be rehearsed, with why.
@@ -148,7 +151,7 @@ def candidate_of(script_strategy: object, name: str | None, ranks: int) -> Candi
     """The strategy of that name, or else that of a script.
 
     Args:
-        script_strategy: The ``strategy`` that the script gives its Trainer.
+        script_strategy: The ``strategy`` that the script gives its Trainer or Fabric.
         name: The name; ``None`` for the script's own.
         ranks: The number of ranks.
 
@@ -163,7 +166,7 @@ def candidate_of(script_strategy: object, name: str | None, ranks: int) -> Candi
         check_rehearsable(name)
     if name is None:
         raise ShardingError(
-            f"the script's Trainer has strategy={script_strategy!r}, which shards nothing by this project.\n"
+            f"the script has strategy={script_strategy!r}, which shards nothing by this project.\n"
             f"Choose one: --strategy NAME, of {', '.join(registry.strategies())}."
         )
     return Candidate(strategy=name, ranks=ranks)

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from fsdp_core.rehearsal.candidates import Candidate, candidates_for
+from fsdp_core.rehearsal.fabric_loop import CaughtLoop
 from fsdp_core.rehearsal.planning import Outcome, rehearse_candidate
 from fsdp_core.rehearsal.script import CaughtFit
 from fsdp_core.torch_private.fake_tensors import tree_leaves, tree_map_only
@@ -28,14 +29,16 @@ _WHOLE = ("auto", "ddp")
 _MOST_RANKS = 16_384
 
 
-def cheapest_changes(fit: CaughtFit, planned: Sequence[tuple[Candidate, Outcome]], memory: int) -> list[Outcome]:
+def cheapest_changes(
+    fit: CaughtFit | CaughtLoop, planned: Sequence[tuple[Candidate, Outcome]], memory: int
+) -> list[Outcome]:
     """The smallest changes of either kind that make the fit fit: micro-batches of fewer rows, or more devices.
 
     Both start from the candidate that needs least. Rows are halved, and ``accumulate_grad_batches`` doubled, so that an
     optimizer step still sees as many. Devices are doubled.
 
     Args:
-        fit: The fit.
+        fit: The fit. Of a loop under Fabric, which reads its own loader, no changes are known.
         planned: The candidates that were rehearsed, none of which fits.
         memory: The bytes that a device has.
 
@@ -43,7 +46,7 @@ def cheapest_changes(fit: CaughtFit, planned: Sequence[tuple[Candidate, Outcome]
         What was rehearsed with either change, if it fits; the first needs no other devices.
     """
     rehearsed = [plan for plan in planned if plan[1].error is None]
-    if not rehearsed:
+    if not rehearsed or not isinstance(fit, CaughtFit):
         return []
     candidate, least = min(rehearsed, key=lambda plan: plan[1].peak_bytes)
     kinds = (_with_fewer_rows(fit, candidate), _with_more_devices(fit, _sharded(fit, rehearsed)))

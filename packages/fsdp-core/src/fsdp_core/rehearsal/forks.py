@@ -17,7 +17,7 @@ import torch
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError, first_line
 from fsdp_core.rehearsal.users_code import line_of_error
 
-__all__ = ["Failed", "call_in_fork", "call_in_forks"]
+__all__ = ["Failed", "call_in_fork", "call_in_forks", "how_it_ended"]
 
 T = TypeVar("T")
 
@@ -99,9 +99,17 @@ def _receive_result(child: Any, receiver: Connection) -> Any:
         return receiver.recv()
     except EOFError:
         child.join()
-        code = child.exitcode or 0
-        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
-        return Failed(words=f"the process ended {how}")
+        return Failed(words=how_it_ended(child.exitcode or 0))
+
+
+def how_it_ended(code: int) -> str:
+    """How a process has ended that has sent nothing, in words.
+
+    Args:
+        code: Its exit status; the negative of a signal's number.
+    """
+    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
+    return f"the process ended {how}"
 
 
 def _send_result(call: Callable[[], Any], sender: Connection) -> None:

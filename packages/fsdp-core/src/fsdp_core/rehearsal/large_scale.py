@@ -19,8 +19,10 @@ from fsdp_core.checkpoint.planning import Plan, plan_save
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.lightning.trainer_strategy import ShardedTrainerStrategy
 from fsdp_core.mesh import DATA_AXES
+from fsdp_core.rehearsal.candidates import Candidate
 from fsdp_core.rehearsal.collectives import Collective, CollectiveName, total_sent
-from fsdp_core.rehearsal.fit import RehearsedRun, rehearse_fit
+from fsdp_core.rehearsal.fabric_loop import CaughtLoop, LoopStrategy
+from fsdp_core.rehearsal.fit import Rehearsal, RehearsedRun, rehearse_fit
 from fsdp_core.rehearsal.imagined_ranks import Exchange, ImaginedRuntime
 from fsdp_core.rehearsal.known_values import Assumption
 from fsdp_core.rehearsal.memory import Peak
@@ -153,6 +155,29 @@ def rehearse_rank(run: RehearsedRun) -> RankRehearsal:
     watch = _WatchRank()
     callbacks = [*run.trainer_arguments.get("callbacks", ()), watch]
     rehearsal = rehearse_fit(replace(run, trainer_arguments={**run.trainer_arguments, "callbacks": callbacks}))
+    return _rank_rehearsal(watch, rehearsal, run.rank, run.ranks)
+
+
+def rehearse_rank_of_loop(
+    loop: CaughtLoop, candidate: Candidate, rank: int, explain: Callable[[BaseException], str]
+) -> RankRehearsal | str:
+    """Rehearse two optimizer steps of a loop under Fabric, a sharded save and a load as one rank of many, in a fork.
+
+    Args:
+        loop: The loop.
+        candidate: The strategy.
+        rank: The rank that is played.
+        explain: What is returned of an error.
+    """
+    watch = _WatchRank()
+
+    def summarize(rehearsal: Rehearsal) -> RankRehearsal | str:
+        return _rank_rehearsal(watch, rehearsal, rank, candidate.ranks)
+
+    return loop.rehearse(candidate, rank, summarize=summarize, explain=explain, callbacks=[watch])
+
+
+def _rank_rehearsal(watch: _WatchRank, rehearsal: Rehearsal, rank: int, ranks: int) -> RankRehearsal:
     facts = watch.facts
     assert facts is not None  # the fit has ended, so it has taken its steps
     counted = rehearsal.step.collectives[: facts.collectives]
@@ -164,8 +189,8 @@ def rehearse_rank(run: RehearsedRun) -> RankRehearsal:
     untied = [parameter for parameter in plan.parameters.values() if parameter.tied_to is None]
     says_numels = all(parameter.local_numel is not None for parameter in untied)
     return RankRehearsal(
-        rank=run.rank,
-        ranks=run.ranks,
+        rank=rank,
+        ranks=ranks,
         data_ranks=facts.data_ranks,
         numel=rehearsal.numel,
         peak=rehearsal.step.peak("cpu"),
@@ -273,9 +298,9 @@ def _callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
     return callbacks
 
 
-def _strategy_of(trainer: pl.Trainer) -> ShardedTrainerStrategy:
-    strategy = trainer.strategy
-    if not isinstance(strategy, ShardedTrainerStrategy):
+def _strategy_of(trainer: pl.Trainer) -> ShardedTrainerStrategy | LoopStrategy:
+    strategy: Any = trainer.strategy
+    if not isinstance(strategy, ShardedTrainerStrategy | LoopStrategy):
         raise UnsupportedCapabilityError(
             f"{type(strategy).__name__} is no sharded strategy of this project, so its ranks can't be rehearsed.\n"
             "Choose one by --strategy; fsdp list shows them. fsdp plan rehearses DDP as well."
@@ -283,7 +308,9 @@ def _strategy_of(trainer: pl.Trainer) -> ShardedTrainerStrategy:
     return strategy
 
 
-def _units_of(strategy: ShardedTrainerStrategy, module: nn.Module) -> tuple[list[UnitTraffic], str | None]:
+def _units_of(
+    strategy: ShardedTrainerStrategy | LoopStrategy, module: nn.Module
+) -> tuple[list[UnitTraffic], str | None]:
     """How units communicate by formula; or none, and why it is not known."""
     sharded, mesh = strategy.sharded, strategy.runtime.mesh
     parameters = [p for p in sharded.plan.parameters.values() if not p.is_replicated and p.tied_to is None]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_core import devices
 from fsdp_core.errors import ShardingError, first_line
 from fsdp_core.rehearsal.candidates import Candidate
 from fsdp_core.rehearsal.collectives import total_sent
+from fsdp_core.rehearsal.fabric_loop import CaughtLoop
 from fsdp_core.rehearsal.fit import Rehearsal, RehearsedRun, rehearse_fit
 from fsdp_core.rehearsal.forks import call_in_fork
 from fsdp_core.rehearsal.picture import Curve, curve_of
@@ -96,19 +97,29 @@ def ranked(outcomes: Iterable[Outcome], memory: int) -> list[Outcome]:
     return sorted(outcomes, key=cost)
 
 
-def rehearse_candidate(fit: CaughtFit, candidate: Candidate, rank: int = 0, *, draws: bool = False) -> Outcome:
+def rehearse_candidate(
+    fit: CaughtFit | CaughtLoop, candidate: Candidate, rank: int = 0, *, draws: bool = False
+) -> Outcome:
     """Rehearse a fit with a strategy, in a process that is forked for it.
 
     Args:
-        fit: The fit, as the script has asked for it.
+        fit: The fit, as the script has asked for it; or its loop under Fabric.
         candidate: The strategy.
         rank: The rank that is played.
         draws: Whether the memory over the step is to be drawn.
     """
+    facts: dict[str, Any] = {"code": candidate.code, "strategy": candidate.strategy, "ranks": candidate.ranks}
     try:
+        if isinstance(fit, CaughtLoop):
+            return fit.rehearse(
+                candidate,
+                rank,
+                summarize=lambda rehearsal: _outcome(facts, rehearsal, draws),
+                explain=lambda error: Outcome(**facts, error=_explain(error)),
+            )
         return call_in_fork(lambda: _rehearse(fit, candidate, rank, draws))
     except ShardingError as error:
-        return Outcome(code=candidate.code, strategy=candidate.strategy, ranks=candidate.ranks, error=first_line(error))
+        return Outcome(**facts, error=first_line(error))
 
 
 def _rehearse(fit: CaughtFit, candidate: Candidate, rank: int, draws: bool) -> Outcome:
@@ -130,7 +141,7 @@ def _rehearse(fit: CaughtFit, candidate: Candidate, rank: int, draws: bool) -> O
         if os.environ.get("FSDP_PLAN_TRACEBACK"):
             traceback.print_exc()
         return Outcome(**facts, error=_explain(error))
-    return replace(_outcome(facts, rehearsal), curve=curve_of(rehearsal.step, "cpu") if draws else None)
+    return _outcome(facts, rehearsal, draws)
 
 
 def _explain(error: BaseException) -> str:
@@ -147,7 +158,7 @@ def _explain(error: BaseException) -> str:
     )
 
 
-def _outcome(facts: Mapping[str, Any], rehearsal: Rehearsal) -> Outcome:
+def _outcome(facts: Mapping[str, Any], rehearsal: Rehearsal, draws: bool) -> Outcome:
     peak = rehearsal.step.peak("cpu")
     totals = total_sent(rehearsal.step.collectives)
     return Outcome(
@@ -163,4 +174,5 @@ def _outcome(facts: Mapping[str, Any], rehearsal: Rehearsal) -> Outcome:
         parameters=rehearsal.numel,
         assumptions=[(a.what, a.location, times) for a, times in rehearsal.assumptions.items()],
         seconds=rehearsal.seconds,
+        curve=curve_of(rehearsal.step, "cpu") if draws else None,
     )

@@ -1,4 +1,4 @@
-"""Runs a user's script up to its ``Trainer.fit``, and takes what it would train: module, batch and arguments."""
+"""Runs a user's script up to its ``Trainer.fit``, or its set-up under Fabric, and takes what it would train."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric import Fabric
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from fsdp_core.errors import ShardingError, first_line
+from fsdp_core.rehearsal.fabric_loop import CaughtLoop, LoopGoesOn, LoopRehearsal
 from fsdp_core.rehearsal.fit import takes_part
 from fsdp_core.rehearsal.users_code import line_of_call, line_of_error
 from fsdp_core.state.fqn import unwrap_compiled
@@ -50,6 +52,7 @@ class CaughtFit:
         trainer_keywords: The Trainer's arguments, as the script has given them.
         seconds_for_batch: How long these batches took.
         location: The file and line of the call.
+        loader: The train loader that ``fit`` was given; ``None`` if it comes of the module or the data module.
     """
 
     module: pl.LightningModule
@@ -59,6 +62,12 @@ class CaughtFit:
     trainer_keywords: Mapping[str, Any]
     seconds_for_batch: float
     location: str
+    loader: Any = None
+
+    @property
+    def script_strategy(self) -> Any:
+        """The strategy that the script gives its Trainer."""
+        return self.trainer_keywords.get("strategy")
 
     @property
     def batch(self) -> Any:
@@ -94,14 +103,15 @@ class _AllCaught(BaseException):
 def run_script(
     script: str,
     arguments: Sequence[str],
-    on_fit: Callable[[CaughtFit], None],
+    on_fit: Callable[[CaughtFit | CaughtLoop], None],
     *,
+    ranks: int = 1,
     fits: int = 1,
     batches: int = 1,
     patience: float = 60.0,
     as_module: bool = False,
 ) -> str | None:
-    """Run a script in which calls of ``Trainer.fit`` call a function in place of training.
+    """Run a script in which calls of ``Trainer.fit``, or the first of ``fabric.setup``, call a function instead.
 
     The script ends with the last call that is asked for, so that it writes nowhere what was not trained. Until then it
     goes on after a call as after a fit that has trained nothing, and its other runs of a Trainer do nothing.
@@ -109,7 +119,8 @@ def run_script(
     Args:
         script: The path of the script, or the name of a module.
         arguments: Its command-line arguments.
-        on_fit: Is called with each fit, while the script waits.
+        on_fit: Is called with each fit, while the script waits. With a loop under Fabric, the script ends.
+        ranks: What ``fabric.world_size`` is.
         fits: After how many calls the script ends.
         batches: How many batches are drawn of a loader, if it has as many.
         patience: How many seconds the first batches of a loader may take.
@@ -120,30 +131,37 @@ def run_script(
 
     Raises:
         ShardingError: There is no such script; it ends, or raises, before it has called ``Trainer.fit``; its loader is
-            empty, or takes longer; or it trains under Fabric.
+            empty, or takes longer.
     """
     if not as_module and not Path(script).is_file():
         raise ShardingError(f"there is no script {script!r}.\nGive its path; or the name of a module, after -m.")
     caught = 0
 
-    def count(fit: CaughtFit) -> None:
+    def count(fit: CaughtFit | CaughtLoop) -> None:
         nonlocal caught
         caught += 1
         try:
             on_fit(fit)
         except Exception as error:
             raise _OwnError from error  # which is none of the script's, nor for its handlers
-        if caught == fits:
+        if caught == fits or isinstance(fit, CaughtLoop):
             raise _AllCaught
 
     failure: str | None = None
     cause: BaseException | None = None
-    with _fits_caught(count, batches, patience), _as_main(script, arguments, as_module):
+    with _fits_caught(count, batches, patience, ranks) as going_on, _as_main(script, arguments, as_module):
         try:
-            if as_module:
-                runpy.run_module(script, run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(script, run_name="__main__")
+            try:
+                if as_module:
+                    runpy.run_module(script, run_name="__main__", alter_sys=True)
+                else:
+                    runpy.run_path(script, run_name="__main__")
+            except BaseException as error:
+                for rehearsal in going_on:
+                    rehearsal.end_by(error)
+                raise
+            for rehearsal in going_on:
+                rehearsal.end_by(ShardingError("the script has ended without two optimizer steps of its loop"))
         except _AllCaught:
             pass
         except _OwnError as error:
@@ -163,7 +181,7 @@ def run_script(
 
 def _not_reached(script: str, how: str) -> str:
     return (
-        f"{script} {how} before it has called Trainer.fit().\n"
+        f"{script} {how} before it has called Trainer.fit(), or setup() of a Fabric.\n"
         "Give the arguments with which it trains, after the script, as in train.py --config tiny.yaml. "
         "A script whose fit() stands under `if __name__ == '__main__':` is run as if it was started by python."
     )
@@ -181,9 +199,16 @@ def _as_main(script: str, arguments: Sequence[str], as_module: bool) -> Iterator
 
 
 @contextmanager
-def _fits_caught(on_fit: Callable[[CaughtFit], None], count: int, patience: float) -> Iterator[None]:
-    """A context in which Trainers are built for one CPU, and ``fit`` hands over its arguments and returns."""
-    build, fit = pl.Trainer.__init__, pl.Trainer.fit
+def _fits_caught(
+    on_fit: Callable[[CaughtFit | CaughtLoop], None], count: int, patience: float, ranks: int
+) -> Iterator[list[LoopRehearsal]]:
+    """A context in which Trainers and Fabrics are built for one CPU, and hand over what they would train.
+
+    Yields:
+        In a fork in which a loop goes on: its rehearsal. Else nothing.
+    """
+    build, fit, build_fabric = pl.Trainer.__init__, pl.Trainer.fit, Fabric.__init__
+    going_on: list[LoopRehearsal] = []
     signature = inspect.signature(build)
 
     @functools.wraps(build)  # LightningCLI reads the signature
@@ -224,6 +249,7 @@ def _fits_caught(on_fit: Callable[[CaughtFit], None], count: int, patience: floa
             trainer_keywords=vars(self)["_given_in_script"],
             seconds_for_batch=time.perf_counter() - started,
             location=line_of_call(),
+            loader=train_dataloaders,
         )
         set_methods(originals)  # a rehearsal fits
         try:
@@ -238,21 +264,38 @@ def _fits_caught(on_fit: Callable[[CaughtFit], None], count: int, patience: floa
     def run_nothing(self: pl.Trainer, *args: Any, **kwargs: Any) -> list[Any]:
         return []
 
-    def refuse(self: Fabric, *args: Any, **kwargs: Any) -> None:
-        raise ShardingError(
-            f"{line_of_call()} builds a Fabric, whose training can't be planned yet: only calls of Trainer.fit() are.\n"
-            "Plan a LightningModule with the same model and batch under a Trainer: memory and traffic are the same."
-        )
+    @functools.wraps(build_fabric)
+    def init_fabric(self: Fabric, **keywords: Any) -> None:
+        vars(self)["_given_in_script"] = keywords
+        loggers: Any = [DummyLogger()] if keywords.get("loggers") else None
+        build_fabric(self, accelerator="cpu", devices=1, precision=keywords.get("precision"), loggers=loggers)
+
+    def catching(set_up: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(set_up)
+        def catch(self: Fabric, module: Any, *args: Any, **kwargs: Any) -> Any:
+            keywords = vars(self)["_given_in_script"]
+            loop = CaughtLoop(module=unwrap_compiled(module), fabric_keywords=keywords, location=line_of_call())
+            set_methods(originals)
+            try:
+                on_fit(loop)
+            except LoopGoesOn as fork:
+                going_on.append(fork.rehearsal)
+                fork.rehearsal.begin(self)
+                return fork.rehearsal.set_up(set_up, self, module, *args, **kwargs)
+            raise AssertionError("a script does not go on after its loop was caught")
+
+        return catch
 
     replacements: list[tuple[type, str, Any]] = [(pl.Trainer, "__init__", __init__), (pl.Trainer, "fit", fit_)]
     replacements += [
         (pl.Trainer, name, functools.wraps(getattr(pl.Trainer, name))(run_nothing)) for name in _OTHER_RUNS
     ]
-    replacements.append((Fabric, "__init__", refuse))
+    replacements += [(Fabric, "__init__", init_fabric), (Fabric, "world_size", property(lambda fabric: ranks))]
+    replacements += [(Fabric, name, catching(vars(Fabric)[name])) for name in ("setup", "setup_module")]
     originals = [(owner, name, vars(owner)[name]) for owner, name, _ in replacements]
     set_methods(replacements)
     try:
-        yield
+        yield going_on
     finally:
         set_methods(originals)
 
