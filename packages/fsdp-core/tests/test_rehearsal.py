@@ -413,6 +413,13 @@ def test_plan_says_if_nothing_fits(tmp_path: Path) -> None:
     assert_says(output, "Nothing fits", "a smaller batch with accumulate_grad_batches", 'strategy="auto"')
 
 
+def test_plan_expects_a_time(tmp_path: Path) -> None:
+    output = run_plan("--json", "--time", "--devices", "2", written(tmp_path, SCRIPT), "4")
+    for row in json.loads(output)["fits"][0]["plans"]:
+        least, most = row["expected_seconds"]
+        assert 0 < least < most
+
+
 def test_plan_rehearses_how_few_rows_would_fit(tmp_path: Path) -> None:
     path = written(tmp_path, SCRIPT.replace("torch.ones(32, 8)", "torch.ones(4096, 8)"))
     whole, half = (

@@ -56,6 +56,9 @@ def _read_size(ctx: click.Context, parameter: click.Parameter, text: str | None)
     click.option(
         "--memory", metavar="SIZE", callback=_read_size, help="What each has, such as 80GiB. Default: as here."
     ),
+    click.option(
+        "--time", "with_time", is_flag=True, help="Expect a step's time on the devices that are here, which are tried."
+    ),
     click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="The rank that is rehearsed."),
     click.option(
         "--plot", metavar="FILE", help="Draw the memory of a step, of the first row, as FILE: .svg, .png, .pdf."
@@ -67,6 +70,7 @@ def plan(
     arguments: tuple[str, ...],
     devices: int | None,
     memory: int | None,
+    with_time: bool,
     rank: int,
     plot: str | None,
     fits: int,
@@ -86,6 +90,7 @@ def plan(
     from fsdp_core.rehearsal.changes import cheapest_changes
     from fsdp_core.rehearsal.planning import devices_here, ranked, rehearse_candidate
     from fsdp_core.rehearsal.script import run_script
+    from fsdp_core.rehearsal.speed import expected_seconds, measure_speeds
 
     here, memory_here = devices_here()
     devices, memory = devices or here, memory or memory_here
@@ -100,6 +105,10 @@ def plan(
             rehearse_candidate(fit, candidate, min(rank, candidate.ranks - 1), draws=plot is not None)
             for candidate in candidates
         ]
+        if with_time:
+            precision = fit.precision
+            speeds = {number: measure_speeds(number, precision) for number in {o.ranks for o in outcomes}}
+            outcomes = [replace(o, expected_seconds=expected_seconds(o, speeds[o.ranks])) for o in outcomes]
         refused.update(without)
         does_fit = any(outcome.fits(memory) for outcome in outcomes)
         changes = [] if does_fit else cheapest_changes(fit, list(zip(candidates, outcomes, strict=True)), memory)
@@ -153,6 +162,13 @@ def _as_data(
     return {**facts, "plans": rows(outcomes), "changes": rows(changes)}
 
 
+def _format_time(outcome: Outcome) -> str:
+    if outcome.expected_seconds is None:
+        return ""
+    least, most = outcome.expected_seconds
+    return f"{least * 1000:.2g} to {most * 1000:.2g} ms" if most < 1 else f"{least:.2g} to {most:.2g} s"
+
+
 def _print_changes(changes: Sequence[Outcome], least: str) -> None:
     if not changes:
         click.echo(
@@ -184,14 +200,16 @@ def _print_plan(
         f"{type(fit.module).__name__} at {fit.location}: {format_count(numel)} parameters, "
         f"{devices} device{'s' * (devices > 1)} of {format_size(memory)}"
     )
-    header = ("fits", "peak", *(title for title, _ in _PARTS), "sent/step", "write")
+    times = ("time/step",) if any(outcome.expected_seconds for outcome in outcomes) else ()
+    header = ("fits", "peak", *(title for title, _ in _PARTS), "sent/step", *times, "write")
     rows = []
     for outcome in outcomes:
         if outcome.error is not None:
             continue
         parts = [format_size(sum(outcome.by_content.get(content, 0) for content in contents)) for _, contents in _PARTS]
         fits = "yes" if outcome.fits(memory) else "no"
-        rows.append((fits, format_size(outcome.peak_bytes), *parts, format_size(outcome.sent_bytes), outcome.code))
+        sent, time = format_size(outcome.sent_bytes), [_format_time(outcome)] if times else []
+        rows.append((fits, format_size(outcome.peak_bytes), *parts, sent, *time, outcome.code))
     if rows:
         print_table(header, rows, right=range(1, len(header) - 1))
     best = outcomes[0]

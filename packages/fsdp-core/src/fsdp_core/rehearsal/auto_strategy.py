@@ -121,7 +121,8 @@ def _build(choice: Choice) -> str | Strategy:
     """The strategy that was chosen, as the Trainer takes it."""
     if choice.strategy == "ddp":
         return "ddp_notebook" if is_interactive() else "ddp"
-    return Candidate(strategy=choice.strategy, options=choice.options, ranks=choice.ranks).build()
+    strategy: str | Strategy = Candidate(strategy=choice.strategy, options=choice.options, ranks=choice.ranks).build()
+    return strategy
 
 
 def _announce(choice: Choice) -> None:

@@ -63,6 +63,11 @@ class CaughtLoop:
     location: str
 
     @property
+    def precision(self) -> Any:
+        """The precision that the script asks for."""
+        return self.fabric_keywords.get("precision")
+
+    @property
     def script_strategy(self) -> Any:
         """The strategy that the script gives Fabric."""
         return self.fabric_keywords.get("strategy")

@@ -40,10 +40,12 @@ class Outcome:
         calls: Calls of collectives in a step, by name.
         operations: The operations of a step.
         flops: The floating-point operations of its matrix products, convolutions and attention.
+        written_bytes: The bytes of all tensors that its operations have allocated.
         parameters: The number of the model's parameters.
         assumptions: What was assumed of values: in words, where, and how often.
         seconds: The CPU time of the rehearsal.
         curve: The memory over the step, if it is to be drawn.
+        expected_seconds: The least and the most that a step is expected to take on the devices that are here, if asked.
     """
 
     code: str
@@ -58,10 +60,12 @@ class Outcome:
     calls: Mapping[str, int] = field(default_factory=dict)
     operations: int = 0
     flops: int = 0
+    written_bytes: int = 0
     parameters: int = 0
     assumptions: Sequence[tuple[str, str, int]] = ()
     seconds: float = 0.0
     curve: Curve | None = None
+    expected_seconds: tuple[float, float] | None = None
 
     def fits(self, memory: int) -> bool:
         """Whether the run is rehearsed, and needs no more than so many bytes."""
@@ -171,6 +175,7 @@ def _outcome(facts: Mapping[str, Any], rehearsal: Rehearsal, draws: bool) -> Out
         calls={name: calls for name, (calls, _) in totals.items()},
         operations=rehearsal.step.operations,
         flops=rehearsal.step.flops,
+        written_bytes=sum(max(0, change.delta) for change in rehearsal.step.changes),
         parameters=rehearsal.numel,
         assumptions=[(a.what, a.location, times) for a, times in rehearsal.assumptions.items()],
         seconds=rehearsal.seconds,

@@ -65,6 +65,11 @@ class CaughtFit:
     loader: Any = None
 
     @property
+    def precision(self) -> Any:
+        """The precision that the script asks for."""
+        return self.trainer_keywords.get("precision")
+
+    @property
     def script_strategy(self) -> Any:
         """The strategy that the script gives its Trainer."""
         return self.trainer_keywords.get("strategy")
