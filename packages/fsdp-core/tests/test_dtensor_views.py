@@ -180,6 +180,19 @@ EXTREMES: dict[str, Callable[[Tensor], Any]] = {
     "distance": lambda tensor: torch.dist(tensor, tensor * 2, float("inf")),
 }
 
+#: What torch's value or gradient of is wrong.
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "max": lambda tensor: tensor.max(),
+    "amax": lambda tensor: tensor.amax(),
+    "infinity norm": lambda tensor: tensor.norm(float("inf")),
+    "least absolute value": lambda tensor: torch.linalg.vector_norm(tensor, -float("inf")),
+    "infinity norms": lambda tensor: torch._foreach_norm([tensor, tensor], float("inf"))[1],
+    "norms of columns": lambda tensor: tensor.norm(dim=0).sum() + tensor.norm(3, dim=0).nansum(),
+    "stacked norms": lambda tensor: torch.stack([tensor.norm(), 2 * tensor.norm()]).sum(),
+    "any": lambda tensor: ((tensor > 0.5).any(0) * 2 * tensor).sum(),
+    "no dimension": lambda tensor: tensor.square().sum(dim=[]) + tensor.mean(dim=[]),
+}
+
 
 def find_extremes() -> list[str]:
     """What is not that of the whole tensor, of tensors of which some ranks have no element."""
@@ -202,11 +215,17 @@ def find_extremes() -> list[str]:
         ]
         if placements == [Shard(1)]:  # in strides then; torch flattens none of the others
             wrong += [] if torch.equal(tensor.flatten().max().full_tensor(), full.max()) else ["flattened"]
-        leaf, plain = tensor.detach().requires_grad_(), full.clone().requires_grad_()
-        leaf.max().full_tensor().backward()  # type: ignore[attr-defined]
-        plain.max().backward()
-        assert leaf.grad is not None
-        assert torch.equal(leaf.grad.full_tensor(), plain.grad)  # type: ignore[attr-defined,arg-type]
+        full.view(-1)[-1] = full.view(-1)[0] = 5.0  # two largest elements, on different ranks
+        for name, loss in LOSSES.items():
+            plain = full.clone().requires_grad_()
+            leaf: Any = distribute_tensor(full.clone(), mesh, placements).requires_grad_()
+            value: Any = loss(leaf)
+            value.full_tensor().backward()
+            loss(plain).backward()
+            try:
+                torch.testing.assert_close((value.full_tensor(), leaf.grad.full_tensor()), (loss(plain), plain.grad))
+            except AssertionError:
+                wrong.append(f"{name} of {shape} on {placements} as a loss")
     return wrong
 
 

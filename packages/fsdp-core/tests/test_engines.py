@@ -38,8 +38,8 @@ def worker(device: str, *, local_rank: int = 0, local_world_size: int = 2) -> Ra
         ("cuda:1", ["cuda:0"], "the device 'cuda:1', which is not among .*: cuda:0\\."),
         (
             "cpu",
-            ["cuda:0", "cuda:1"],
-            "the device 'cpu', which is not among .*\n?.*accelerator='cpu' and devices='auto'",
+            ["xpu:0", "xpu:1"],
+            "the device 'cpu', which is not among .*\n?.*accelerator='cpu' and devices='auto'; or let Ray",
         ),
     ],
 )

@@ -18,7 +18,7 @@ from fsdp_core.testing.meshes import DeclaredMesh
 from fsdp_core.testing.oracle import Trained, train_plain
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.numerics.pairs import assert_equals_plain
-from fsdp_core.testing.training import Lit
+from fsdp_core.testing.training import Lit, accelerator
 
 WIDTH = 8  # of a block, which two ranks can divide
 
@@ -61,17 +61,30 @@ def set_up_on(
     return short_runs.set_up("fsdp2", options_of(mesh), net=net, optimizer=optimizer, world_size=MESHES[mesh].ranks)
 
 
-def own_part(fabric: Any, batch: Any) -> Any:
+def own_part(run: Any, batch: Any) -> Any:
     """The rows of this rank, which its peers of other axes have too: of a tensor, or of each tensor of a pair."""
-    runtime = fabric.strategy.runtime
+    runtime = run.strategy.runtime
     if isinstance(batch, torch.Tensor):
-        return batch.chunk(runtime.data_parallel_world_size)[runtime.data_parallel_rank]
-    return tuple(own_part(fabric, tensor) for tensor in batch)
+        return batch.chunk(runtime.data_parallel_world_size)[runtime.data_parallel_rank].to(run.strategy.root_device)
+    return tuple(own_part(run, tensor) for tensor in batch)
 
 
-def plain(optimizer: str, **options: Any) -> Trained:
-    """Four steps in one process."""
-    return train_plain(4, getattr(oracle, optimizer), net=oracle.new_net(width=WIDTH), **options)
+def plain(optimizer: str, *, empty: bool = False, **options: Any) -> Trained:
+    """Four steps in one process.
+
+    Args:
+        optimizer: The name of the oracle's optimizer.
+        empty: Whether ranks build the net without memory.
+        **options: Those of the oracle.
+    """
+    return train_plain(4, getattr(oracle, optimizer), net=new_net(empty=empty), **options)
+
+
+def new_net(*, empty: bool) -> oracle.Net:
+    """The net of one process, with the values that ranks draw which build it without memory, or not."""
+    with torch.device(accelerator() if empty else "cpu"):  # an accelerator draws other random numbers than the CPU
+        net = oracle.new_net(width=WIDTH)
+    return net.cpu()
 
 
 class OwnLoader(Lit):

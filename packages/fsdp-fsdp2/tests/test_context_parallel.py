@@ -282,7 +282,7 @@ class Dropping(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)
         self.level = float(torch.rand(()))
-        self.kept = functional.dropout(torch.ones(x.shape), 0.5, self.training)
+        self.kept = functional.dropout(torch.ones_like(x), 0.5, self.training)
         y = functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5 if self.training else 0.0)
         return functional.dropout(y, 0.5, self.training) * self.kept
 
@@ -328,10 +328,10 @@ def losses_by_hand() -> Any:
     nn.init.zeros_(net.bias)
     model = fabric.setup(nn.Sequential(net, SeesAll()))
     batch = {"x": LOGITS, "labels": batches(1)[0]["labels"]}
-    weight = torch.linspace(0.5, 2, VOCABULARY)
+    weight = torch.linspace(0.5, 2, VOCABULARY, device=fabric.device)
 
     def run(loss: Any) -> float:
-        part = strategy.split_batch({"x": batch["x"].clone(), "labels": batch["labels"].clone()})
+        part = strategy.split_batch(fabric.to_device({"x": batch["x"].clone(), "labels": batch["labels"].clone()}))
         value = loss(model(part["x"]), part["labels"])
         fabric.backward(value)
         return float(fabric.all_reduce(value.detach()))

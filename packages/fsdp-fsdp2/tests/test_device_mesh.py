@@ -16,7 +16,7 @@ from fsdp_core.testing.short_runs import run_steps
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.suite.refusals.bad_options import BOTH
-from fsdp_core.testing.training import means, new_fabric
+from fsdp_core.testing.training import means, new_fabric, whole_batches
 from fsdp_core.torch_private.process_groups import process_groups
 
 pytestmark = pytest.mark.everything
@@ -37,7 +37,7 @@ def looked_up_on() -> Any:
         parallelize_module(block, mesh["tensor_parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(block, mesh=mesh["data_parallel"], ignored_params={block.gain})
     model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
-    losses = run_steps(model, optimizer, oracle.global_batches(2), fabric.backward)
+    losses = run_steps(model, optimizer, whole_batches(fabric, 2), fabric.backward)
     return sizes, made, (means(losses), full_state(fabric.strategy))
 
 

@@ -21,7 +21,7 @@ from fsdp_core.testing import RankPool, oracle, short_runs
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.short_runs import assert_close_by_name, run_steps
 from fsdp_core.testing.state import full_state
-from fsdp_core.testing.training import Lit, new_fabric, new_trainer
+from fsdp_core.testing.training import Lit, new_fabric, new_trainer, whole_batches
 from mesh_runs import (
     MESHES,
     PARALLEL,
@@ -60,7 +60,7 @@ def test_norm_of_gradients_sharded_over_different_axes(ranks: RankPool) -> None:
 
 def norms_on(mesh: str) -> list[float]:
     fabric, _, model, optimizer = set_up_on(mesh)
-    x, y = oracle.global_batches(1)[0]
+    x, y = whole_batches(fabric, 1)[0]
     fabric.backward(nn.functional.mse_loss(model(x), y))
     return [float(fabric.clip_gradients(model, optimizer, max_norm=1e9, norm_type=order)) for order in ORDERS]
 
@@ -84,7 +84,7 @@ def test_tensor_parallel_peers_see_the_same_batches(ranks: RankPool, shuffle: bo
 
 def train_on(mesh: str) -> tuple[Any, Any, Any]:
     fabric, _, model, optimizer = set_up_on(mesh, optimizer=oracle.adamw_groups)
-    x, y = oracle.global_batches(1)[0]
+    x, y = whole_batches(fabric, 1)[0]
     fabric.backward(nn.functional.mse_loss(model(x), y))
     optimizer.step()
     return fabric, model, optimizer
@@ -299,7 +299,7 @@ def test_sequence_parallel_norms_get_whole_gradients(ranks: RankPool, world_size
 
 def gathered_on(mesh: str) -> tuple[list[float], Any]:
     fabric, net, model, _ = set_up_on(mesh)
-    x, _ = oracle.global_batches(1)[0]
+    x, _ = whole_batches(fabric, 1)[0]
     with fsdp_core.gathered(model, modifier_rank=0):
         output = net(x).flatten().tolist()
         with torch.no_grad():
@@ -332,7 +332,7 @@ def gathered_beside_a_buffer(mesh: str) -> tuple[Any, Any, Any]:
     with oracle.seeded(3):
         net = nn.Sequential(Scaled(6, 8), nn.Linear(8, 6))
     model = fabric.setup(net)
-    x, _ = oracle.global_batches(1)[0]
+    x, _ = whole_batches(fabric, 1)[0]
     with fsdp_core.gathered(model, modifier_rank=0), torch.no_grad():
         before = net(x)
         net[0].scale.mul_(3)
@@ -386,7 +386,7 @@ def unplanned_norm(mesh: str, planned: bool) -> tuple[str, str, str]:
     sizes = MESHES[mesh].options
     fabric = new_fabric("fsdp2", MESHES[mesh].ranks, {**sizes, "tp_plan": own})
     model, optimizer = fabric.setup(net, oracle.sgd(net))
-    x, y = fabric.to_device(oracle.global_batches(1)[0])
+    x, y = whole_batches(fabric, 1)[0]
     fabric.backward(nn.functional.mse_loss(model(x), y))
     message = refusal(ShardingError, optimizer.step)
 
@@ -395,7 +395,7 @@ def unplanned_norm(mesh: str, planned: bool) -> tuple[str, str, str]:
     model_of_gated, second = fabric.setup(gated, oracle.sgd(gated))
 
     def train() -> None:
-        run_steps(model_of_gated, second, oracle.global_batches(3), fabric.backward)
+        run_steps(model_of_gated, second, whole_batches(fabric, 3), fabric.backward)
 
     late = refusal(ShardingError, train)
 
@@ -439,18 +439,18 @@ def drawn_on_one_rank() -> tuple[str, str]:
     torch.manual_seed(0)
 
     def train() -> None:
-        for step, (x, y) in enumerate(oracle.global_batches(5)):
+        for step, (x, y) in enumerate(whole_batches(fabric, 5)):
             optimizer.zero_grad()
             fabric.backward(nn.functional.mse_loss(model(x), y))
             optimizer.step()
             if step == 2 and fabric.global_rank == 1:
-                torch.rand(1)
+                torch.rand(1, device=fabric.device)
 
     drawn = refusal(ShardingError, train)
     half = new_fabric("fsdp2", 2, {"tensor_parallel_size": 2, "tp_plan": {"up": ColwiseParallel()}})
     divided = half.setup(NormedHeads())
     try:
-        divided(oracle.global_batches(1)[0][0])
+        divided(whole_batches(half, 1)[0][0])
     except RuntimeError as error:
         return drawn, "\n".join([str(error), *getattr(error, "__notes__", [])])
     return drawn, "nothing was raised"

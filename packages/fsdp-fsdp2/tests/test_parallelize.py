@@ -24,7 +24,7 @@ from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import full_optimizer_state, full_state, local, sharded_by
 from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.training import Lit, means, new_fabric, new_trainer
-from mesh_runs import MESHES, PARALLEL, WIDTH, OwnLoader, options_of, own_part, plain
+from mesh_runs import MESHES, PARALLEL, WIDTH, OwnLoader, new_net, options_of, own_part, plain
 
 pytestmark = pytest.mark.everything
 
@@ -95,21 +95,21 @@ def by_hand_on(mesh: str, tmp: str, empty: bool) -> Any:
 )
 def test_configure_model_that_shards_equals_plain(ranks: RankPool, tmp_path: Path, mesh: str, empty: bool) -> None:
     got = ranks.run(MESHES[mesh].ranks, by_hand_on, mesh, str(tmp_path), empty)
-    want = plain("adamw_groups", clip_norm=0.05)
+    want = plain("adamw_groups", empty=empty, clip_norm=0.05)
     assert_same([trained for trained, *_ in got], want)
     total = sum(p.numel() for p in oracle.new_net(width=WIDTH).parameters())
     for _, logged, kept, *_ in got:
         assert logged == pytest.approx(want[0][-1], abs=oracle.FP32_TOLERANCE)
         assert kept < 0.8 * total
-    second = train_on(*want)
+    second = train_again(empty)
     for *_, resumed, moments in got:
         assert resumed == pytest.approx(second[0], abs=oracle.FP32_TOLERANCE)
         torch.testing.assert_close(moments[1]["net.inp.weight"]["step"], torch.tensor(8.0))
 
 
-def train_on(losses: list[float], state: dict[str, Any]) -> Any:
+def train_again(empty: bool) -> Any:
     """Eight steps at once, the last four without clipping; the losses of these."""
-    net = oracle.new_net(width=WIDTH)
+    net = new_net(empty=empty)
     optimizer = oracle.adamw_groups(net)
     train_plain(4, lambda _: optimizer, net=net, clip_norm=0.05)
     losses, state = train_plain(4, lambda _: optimizer, net=net)
@@ -173,7 +173,7 @@ def by_function_on(mesh: str, function: Any, empty: bool) -> Any:
 )
 def test_parallelize_fn_equals_plain(ranks: RankPool, mesh: str, function: Any, empty: bool) -> None:
     got = ranks.run(MESHES[mesh].ranks, by_function_on, mesh, function, empty)
-    assert_same([trained for trained, *_ in got], plain("adamw_groups", clip_norm=0.05))
+    assert_same([trained for trained, *_ in got], plain("adamw_groups", empty=empty, clip_norm=0.05))
     for _, called, units in got:
         assert len(called) == 1
         if function is with_options:
@@ -291,7 +291,7 @@ def built_empty_on(mesh: str) -> Any:
 
 @pytest.mark.parametrize("mesh", PARALLEL)
 def test_built_without_memory_equals_unsharded(ranks: RankPool, mesh: str) -> None:
-    want = dict(oracle.new_net(width=WIDTH).state_dict())
+    want = dict(new_net(empty=True).state_dict())
     for state in ranks.run(MESHES[mesh].ranks, built_empty_on, mesh):
         torch.testing.assert_close(state, want, rtol=0, atol=0)
 

@@ -19,7 +19,7 @@ from fsdp_core.errors import ShardingError
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state
-from fsdp_core.testing.training import new_fabric, new_trainer
+from fsdp_core.testing.training import new_fabric, new_trainer, whole_batches
 from fsdp_fsdp2.torch_private.parameter_groups import parameters_of
 from mesh_runs import WIDTH, OwnLoader, options_of
 from test_parallel_axes import Normed
@@ -164,7 +164,7 @@ def uneven_on() -> str:
     with oracle.seeded(3):
         plain = Sequence()
     tokens = torch.arange(8).view(2, 4)
-    torch.testing.assert_close(model(tokens), plain(tokens))
+    torch.testing.assert_close(model(tokens).cpu(), plain(tokens))
     return refusal(ShardingError, lambda: model(torch.arange(10).view(2, 5)))
 
 
@@ -221,13 +221,13 @@ def own_mesh_on() -> tuple[Any, State]:
     """A net that its user divides over a mesh of the same ranks, whose axes have other names."""
     fabric = new_fabric("fsdp2", 4, {"tensor_parallel_size": 2})
     net = oracle.new_net(width=WIDTH)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(fabric.device.type, (2, 2), mesh_dim_names=("dp", "tp"))
     for block in net.blocks:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(block, mesh=mesh["dp"], ignored_params={block.gain})
     fully_shard(net, mesh=mesh["dp"], ignored_params={block.gain for block in net.blocks})
     model, optimizer = fabric.setup(net, oracle.sgd(net))
-    x, y = oracle.global_batches(1)[0]
+    x, y = whole_batches(fabric, 1)[0]
     fabric.backward(mse_loss(model(x), y))
     norm = fabric.clip_gradients(model, optimizer, max_norm=0.1)
     told = refusal(ShardingError, optimizer.step)

@@ -65,7 +65,8 @@ def _check_group(device: str) -> None:
         f"this process has a process group already, {config!r}, which can't communicate tensors on {device!r}, where "
         "this run computes. The script or an earlier run has made it with init_process_group().\n"
         "Call torch.distributed.destroy_process_group() before this run, which makes its own; or make it with "
-        f"torch.distributed.init_process_group({devices.group_for(device)!r})."
+        f"torch.distributed.init_process_group({devices.group_for(device)!r}), or under Ray Train with "
+        f"TorchConfig(backend={devices.group_for(device)!r})."
     )
 
 

@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import fields
+from functools import cache
 from importlib import import_module
 from importlib.resources import files
 from importlib.util import find_spec
@@ -56,6 +57,7 @@ def options_in(*references: str, left_out: Collection[str] = ()) -> tuple[Option
     return tuple(options.values())
 
 
+@cache  # each class of a strategy asks for the same bases: parsing them each time took a tenth of building a Trainer
 def option_docs(options_class: type) -> dict[str, str]:
     """What the strings below a class's own fields say, by the field's name; nothing without the source.
 
@@ -72,11 +74,12 @@ def option_docs(options_class: type) -> dict[str, str]:
     return {field.target.id: " ".join(text.split()) for field, text in _fields(body) if text}
 
 
-def _options_of_all(file: str, module: str, name: str) -> Iterator[Option]:
+@cache
+def _options_of_all(file: str, module: str, name: str) -> tuple[Option, ...]:
     source = files("fsdp_core").joinpath(file)
     if not source.is_file():
-        return _options_of_imported(module, name)
-    return _options(f"{module}:{name}", _find_class(name, ast.parse(source.read_bytes()), name))
+        return tuple(_options_of_imported(module, name))
+    return tuple(_options(f"{module}:{name}", _find_class(name, ast.parse(source.read_bytes()), name)))
 
 
 def _find_class(reference: str, tree: ast.Module, name: str) -> ast.ClassDef:

@@ -55,6 +55,12 @@ _NORMALISATIONS = (
     _ATEN._batch_norm_with_update.default,
 )
 
+#: What torch sums over ranks too, by each rank's norm or for no dimension where all are meant.
+_SUMS = (_ATEN.sum.default, _ATEN.sum.dim_IntList, _ATEN.nansum.default, _ATEN.mean.dim)
+
+#: What torch leaves as a sum of booleans, of which it then computes as if each rank's were a number.
+_DISJUNCTIONS = (_ATEN.any.default, _ATEN.any.dim, _ATEN.any.dims)
+
 #: The number of ``reduction="mean"``, the default of all of them.
 _MEAN = 1
 
@@ -186,8 +192,8 @@ def _everywhere(tensor: DTensor) -> list[Replicate]:
 def write_through_copied_views() -> None:
     """Let writes to torch's copies of DTensors, and of parts of them, reach the DTensors, from now on. Idempotent.
 
-    From then on, what torch computes wrongly raises too: means of losses, where parts of a DTensor differ in size, and
-    convolutions and batch normalisations of parts.
+    From then on, what torch computes wrongly of parts is right too, such as sums of norms; or it raises: means of
+    losses, where parts of a DTensor differ in size, convolutions and batch normalisations.
     """
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     for func in _VIEWS:
@@ -200,6 +206,10 @@ def write_through_copied_views() -> None:
         handlers.setdefault(func, _fill)
     handlers.setdefault(_ATEN.masked_fill_.Scalar, _masked_fill)
     handlers.setdefault(_ATEN.squeeze_copy.default, _squeeze_copy)
+    for func in _SUMS:
+        handlers.setdefault(func, _sum)
+    for func in _DISJUNCTIONS:
+        handlers.setdefault(func, _any)
     for func in _NORMALISATIONS:
         handlers.setdefault(func, _refuse_parted_statistics)
     for func in _EXTREMES:
@@ -258,6 +268,26 @@ def _masked_fill(func: Any, args: Any, kwargs: Any) -> Any:
 def _squeeze_copy(func: Any, args: Any, kwargs: Any) -> Any:
     """Replaces ``squeeze_copy``, with which torch also squeezes what is one row of a shard, and more of the whole."""
     return args[0].squeeze().clone()
+
+
+def _sum(func: Any, args: Any, kwargs: Any) -> Any:
+    """Replaces sums and means: torch adds up each rank's part of a norm, and takes ``dim=[]``, which is all, for none.
+
+    By ``dim=[]`` are the gradients of infinity norms, and of the largest and smallest element.
+    """
+    values, *others = args
+    placements = [Replicate() if hasattr(each, "norm_type") else each for each in values.placements]  # not reduced yet
+    if placements != list(values.placements):
+        values = values.redistribute(placements=placements)
+    if others and others[0] == []:
+        others[0] = list(range(values.ndim))
+    return _without_handler(func, _sum, (values, *others), kwargs)
+
+
+def _any(func: Any, args: Any, kwargs: Any) -> Any:
+    """Replaces ``any``, whose result is reduced over the ranks."""
+    result: DTensor = _without_handler(func, _any, args, kwargs)
+    return result.redistribute(placements=[Replicate() if each.is_partial() else each for each in result.placements])
 
 
 def _reduce(target: DTensor) -> None:

@@ -73,8 +73,9 @@ class RayWorker:
         if self.device not in devices:
             raise UnsupportedCapabilityError(
                 f"{assignment}, which is not among those that accelerator= and devices= name on its node: "
-                f"{', '.join(map(str, devices))}.\nWrite accelerator={self.device.type!r} and devices='auto'; "
-                "ScalingConfig(num_workers=..., use_gpu=...) says what Ray gives."
+                f"{', '.join(map(str, devices))}.\nWrite accelerator={self.device.type!r} and devices='auto'; or let "
+                "Ray give others: GPUs with ScalingConfig(use_gpu=True), and NPUs, HPUs and TPUs, which are all that "
+                "Ray knows besides, such as with ScalingConfig(resources_per_worker={'NPU': 1})."
             )
         is_auto_of_cpus = self.device.type == "cpu" and number == 1
         is_too_few = number < self.local_world_size and not is_auto_of_cpus

@@ -88,7 +88,8 @@ def _silences_unused_scaler(init_precision: Callable[..., Any]) -> Callable[...,
     @wraps(init_precision)
     def init_precision_quietly(self: Any, *args: Any, **kwargs: Any) -> Any:
         sharded = sys.modules.get("fsdp_core.lightning.strategy")
-        if sharded is None or not isinstance(self.strategy, sharded.ShardedStrategy):
+        precision = vars(self).get("_precision_flag", vars(self).get("_precision_input"))  # Trainer's, Fabric's
+        if precision != "16-mixed" or sharded is None or not isinstance(self.strategy, sharded.ShardedStrategy):
             return init_precision(self, *args, **kwargs)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r"torch\.\S+\.GradScaler is enabled, but")

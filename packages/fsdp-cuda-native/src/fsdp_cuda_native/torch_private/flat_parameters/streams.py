@@ -101,7 +101,8 @@ class HandleWithStreams(FlatParamHandle):
                 flat._saved_grad_shard = grad.to(self.device, flat._local_shard.dtype, non_blocking=True)
         else:
             super().prepare_gradient_for_backward()  # type: ignore[no-untyped-call]
-            flat.grad = grad.to(self.device, non_blocking=True)  # to which this pass adds in place
+            flat.grad = torch.empty_like(flat)  # which may be gathered in another dtype: no other can be assigned
+            flat.grad.data = grad.to(self.device, non_blocking=True)  # to which this pass adds in place
 
 
 def _convert_offloaded(unit: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
