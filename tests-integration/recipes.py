@@ -1850,6 +1850,7 @@ class dqn(Lit):
     def training_step(self, b, i):
         if i % 2 == 0:
             self.target.load_state_dict(self.net.state_dict())
+            self.keep(self.target.inp.weight.sum())
         with torch.no_grad():
             value = 0.9 * self.target(b[0].roll(1, 0)).max(1).values + b[1]
         return self.keep(F.smooth_l1_loss(self.net(b[0]).gather(1, b[1][:, None])[:, 0], value))

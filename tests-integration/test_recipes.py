@@ -42,7 +42,7 @@ REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "recipes condensation": {_WHOLE: STRATEGIES},
     "recipes cosine_aux_params": {_WHOLE: STRATEGIES},
     "recipes darts": {_WHOLE: STRATEGIES},
-    "recipes dqn": {"DTensor": ("fsdp2",), "target_parameter.copy_(parameter)": ("fsdp_native",)},
+    "recipes dqn": {"target_parameter.copy_(parameter)": ("fsdp_native",)},
     "recipes ewc": {_WHOLE: STRATEGIES},
     "recipes func_grad": {_WHOLE: STRATEGIES},
     "recipes func_laplacian": {_WHOLE: STRATEGIES},

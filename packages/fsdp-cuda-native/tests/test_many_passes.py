@@ -35,6 +35,7 @@ from fsdp_core.testing.suite.numerics.many_passes import (
 from fsdp_core.testing.training import Lit
 from fsdp_cuda_native.sharded import NativeSharded
 from fsdp_cuda_native.torch_private import unit_gradients
+from fsdp_cuda_native.torch_private.flat_parameters import resharding
 from fsdp_cuda_native.torch_private.flat_parameters.frozen import FrozenViews
 from fsdp_cuda_native.torch_private.passes import nested_passes, unvisited_units
 from native_runs import set_up
@@ -107,6 +108,9 @@ def needed() -> dict[str, NeededPart]:
             lambda sharded: None,
             "automatic",
             "optimizer's parameters written between two calls",
+        ),
+        "writes to what a graph keeps": NeededPart(
+            resharding, "_free_written", lambda count, unit, args: None, "fabric", "blocks written while a graph waits"
         ),
         "what is saved of frozen parameters": NeededPart(
             unvisited_units,

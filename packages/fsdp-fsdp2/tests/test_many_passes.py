@@ -35,7 +35,7 @@ from fsdp_core.testing.suite.numerics.many_passes import (
 from fsdp_core.testing.training import Lit, new_fabric, own_share
 from fsdp_core.watch import watcher
 from fsdp_fsdp2.sharded import FSDP2Sharded
-from fsdp_fsdp2.torch_private import forward_passes, frozen_shards, unused_parameters
+from fsdp_fsdp2.torch_private import forward_passes, frozen_shards, unit_calls, unused_parameters
 
 
 def sharded_by_hand(net: nn.Module) -> nn.Module:
@@ -83,6 +83,9 @@ def needed() -> dict[str, NeededPart]:
             lambda sharded: None,
             "automatic",
             "optimizer's parameters written between two calls",
+        ),
+        "writes to what a graph keeps": NeededPart(
+            unit_calls, "free_written", lambda groups, graphs: False, "automatic", "blocks written while a graph waits"
         ),
     }
 

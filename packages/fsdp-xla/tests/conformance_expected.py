@@ -98,4 +98,5 @@ DIFFERENTIATED = (
     "second derivative",
     "parameters frozen while an adversarial example is made",
     "call that an exception ends, while a graph waits",
+    "blocks written while a graph waits",
 )

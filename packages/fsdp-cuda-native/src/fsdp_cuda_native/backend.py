@@ -253,7 +253,8 @@ class NativeBackend(Backend):
                 },
             )
         instance: Any = wrapped
-        instance.__class__ = WrappedUnit  # only now: what FSDP1 sets while it builds a wrapper is not the module's
+        # only now: what FSDP1 sets while it builds a wrapper is not the module's
+        instance.__class__ = WrappedUnit.named_as(type(unit))
         return wrapped
 
 

@@ -35,11 +35,13 @@ from fsdp_fsdp2.torch_private.parameter_groups import (
     Gathering,
     gathered_parameters,
     has_run,
+    param_groups_of,
     set_unreduced_gradients,
     unreduced_gradients,
 )
 from fsdp_fsdp2.torch_private.profiling import speed_up
 from fsdp_fsdp2.torch_private.recorded_graphs import free_written
+from fsdp_fsdp2.torch_private.state_dicts import follow_state_dicts
 from fsdp_fsdp2.torch_private.unit_calls import watch_calls
 from fsdp_fsdp2.torch_private.unused_parameters import UnusedParameters, finish_backward
 
@@ -115,6 +117,7 @@ class FSDP2Sharded(Sharded):
         for unit, writes in zip(self.units, self._writes, strict=True):
             watch_calls(unit, self._fsdp, writes, self.unused)
             refuse_copies(unit)
+        follow_state_dicts(self.units, self.unused)
         module.register_forward_pre_hook(_check_assigned_data, prepend=True)
         if casts:
             module.register_forward_pre_hook(_init_dtypes_of_unfrozen, prepend=True)
@@ -179,7 +182,7 @@ class FSDP2Sharded(Sharded):
         self.unused.show_gradients()
 
     def follow_written_shards(self) -> None:
-        has_freed = free_written(self._fsdp, self.unused.recorded_graphs)
+        has_freed = free_written(param_groups_of(self._fsdp), self.unused.recorded_graphs)
         if has_freed:
             resume_forward(self._fsdp)
             self.unused.show_gradients()

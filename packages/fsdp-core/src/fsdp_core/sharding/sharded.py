@@ -109,8 +109,7 @@ class Sharded(ABC):
             raise ShardingError(
                 f"{self.plan.class_name} can't be pickled while {self.strategy_name!r} has it sharded: the file would "
                 "hold what the rank that writes it has of it.\n"
-                "Save fsdp_core.full_state_dict(module), which all ranks call, or a checkpoint; or pickle the user's "
-                "module within fsdp_core.gathered(module)."
+                "Save fsdp_core.full_state_dict(module), which all ranks call, or a checkpoint."
             )
         return type(None), ()
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
 from torch.autograd.graph import increment_version
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from fsdp_core.sharding import forget_writes
 from fsdp_fsdp2.torch_private.gathered_values import end_anyway, is_written_since_gathered, register_with_gathered
-from fsdp_fsdp2.torch_private.parameter_groups import param_groups_of, trainable_params
+from fsdp_fsdp2.torch_private.parameter_groups import trainable_params
 
 __all__ = ["RecordedGraphs", "free_written"]
 
@@ -102,20 +101,20 @@ def _reshard_unless_kept(recorded_ref: weakref.ref[RecordedGraphs], group_ref: w
         type(group).reshard(group)
 
 
-def free_written(unit: FSDPModule, recorded: RecordedGraphs) -> bool:
+def free_written(groups: Iterable[Any], recorded: RecordedGraphs) -> bool:
     """Free what a unit still has gathered, or sharded over fewer ranks, if its shards were written to since.
 
     A graph that needs what was gathered raises when it is differentiated, as in plain torch.
 
     Args:
-        unit: The unit.
+        groups: The unit's parameter groups.
         recorded: What keeps units gathered for a graph.
 
     Returns:
         Whether anything was freed.
     """
     has_freed = False
-    for group in param_groups_of(unit):
+    for group in groups:
         if group.is_sharded or not is_written_since_gathered(group):
             continue
         recorded.release()

@@ -18,7 +18,7 @@ from fsdp_fsdp2.torch_private.forward_passes import recomputes
 from fsdp_fsdp2.torch_private.frozen_shards import follow_shards
 from fsdp_fsdp2.torch_private.gathered_writes import GatheredWrites
 from fsdp_fsdp2.torch_private.hooks import OF_FSDP, is_of_torch
-from fsdp_fsdp2.torch_private.parameter_groups import has_run, param_groups_in
+from fsdp_fsdp2.torch_private.parameter_groups import has_run, param_groups_in, param_groups_of
 from fsdp_fsdp2.torch_private.recorded_graphs import free_written
 from fsdp_fsdp2.torch_private.unused_parameters import UnusedParameters
 
@@ -128,9 +128,11 @@ def _prepare_parameters(
     if writes is not None and unit not in gathered_modules:
         writes.check_own()
         writes.enter()
-        if (writes.stays_gathered or writes.is_of_root) and (unused := unused_ref()) is not None and not recomputes():
-            if writes.stays_gathered:
-                free_written(unit, unused.recorded_graphs)
+        unused = unused_ref()
+        stays_gathered = writes.stays_gathered or (unused is not None and bool(unused.recorded_graphs))
+        if (stays_gathered or writes.is_of_root) and unused is not None and not recomputes():
+            if stays_gathered and not writes.is_of_root:
+                free_written(param_groups_of(unit), unused.recorded_graphs)
             follow_shards(unit)
     if root is not None and isinstance(unit, FSDPModule) and not has_run(unit):  # within gathered() it is no FSDPModule
         with torch.inference_mode(False):

@@ -157,7 +157,7 @@ class XLABackend(Backend):
         if not wrapped.sharded_params:
             wrapped.coalesce_all_gather_ops = False  # gathering an empty list crashes XLA
         instance: Any = wrapped
-        instance.__class__ = WrappedUnit
+        instance.__class__ = WrappedUnit.named_as(type(unit))
         return wrapped
 
     def rebind_optimizers(self, optimizers: Iterable[torch.optim.Optimizer], roots: Sequence[Sharded]) -> None:

@@ -12,9 +12,12 @@ from types import CodeType
 import torch
 import torch.distributed.tensor
 from torch.autograd.function import BackwardCFunction
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 
 from fsdp_core.lightning.outside_steps.redirection import call_inside_forward
 from fsdp_core.sharding.sharded import Sharded
+from fsdp_core.torch_private.tensors import tree_flatten
 
 __all__ = ["explain_shards", "explain_uncaught_error"]
 
@@ -89,7 +92,7 @@ _OBJECT_NOTE = (
 _GRAPH_ERRORS = re.compile("modified by an inplace operation|modified inplace|setStorage")
 _FREED_GRAPH_NOTE = (
     "fsdp-core: a graph that create_graph=True has recorded holds parameters, which were freed since: at the "
-    "end of the next backward pass, or by a step.\n"
+    "end of the next backward pass, or by a step or another write to them.\n"
     "Add what was computed with it to the loss of that backward pass: one backward() for both."
 )
 #: In torch's error about a saved tensor that was written to: the tensor's shape, and the number of writes.
@@ -147,6 +150,12 @@ _WRITE_NOTE = (
     "fsdp-core: a tensor was written to with a DTensor: a parameter without dimensions is no DTensor, and a "
     "norm or a sum over parameters or gradients is one.\n"
     "Write norm = norm.full_tensor(), on all ranks, and compute with that."
+)
+_AVERAGED_WEIGHTS_NOTE = (
+    "fsdp-core: torch.func.functional_call() was given shards (DTensors) as weights, as averages of shards are, and "
+    "the module's input is a whole tensor.\n"
+    "Keep the average in a module of its own, a copy.deepcopy() made in __init__, and call that. Or, with "
+    "auto_wrap_policy=None, pass {name: value.full_tensor() for name, value in average.items()}, on all ranks."
 )
 _UNIT_NOTE = (
     "fsdp-core: this may be about a layer or a parameter inside a unit, such as self.blocks[0].norm, that is "
@@ -212,6 +221,8 @@ def _find_note(exception: BaseException, sharded: Collection[Sharded], *, is_ins
     is_raised_by_torch = bool(codes) and (_is_engine(codes[-1]) or _is_of_dtensors(codes[-1]))
     if is_in_engine and is_raised_by_torch and _MIXED in message:
         return _LOSS_NOTE
+    if _MIXED in message and _calls_with_shards(exception):
+        return _AVERAGED_WEIGHTS_NOTE
     is_in_step = is_inside or any(code is call_inside_forward.__code__ for code in codes)
     # For tensors of one element, torch raises an AssertionError without a message.
     is_silent = isinstance(exception, AssertionError) and not message and bool(codes) and _is_of_dtensors(codes[-1])
@@ -255,6 +266,15 @@ def _find_written_parameters(message: str, sharded: Collection[Sharded]) -> list
 def _list_names(names: list[str]) -> str:
     listing = " or ".join(map(repr, names[:3]))
     return listing if len(names) <= 3 else f"{listing} or one of {len(names) - 3} more"
+
+
+def _calls_with_shards(exception: BaseException) -> bool:
+    """Whether an error was raised in ``torch.func.functional_call()`` with shards as weights."""
+    for frame, _ in traceback.walk_tb(exception.__traceback__):
+        if frame.f_code is functional_call.__code__:
+            weights, _ = tree_flatten(frame.f_locals["parameter_and_buffer_dicts"])
+            return any(isinstance(value, DTensor) for value in weights)
+    return False
 
 
 def _is_engine(code: CodeType) -> bool:

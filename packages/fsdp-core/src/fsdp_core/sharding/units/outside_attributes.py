@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 
@@ -14,16 +14,30 @@ __all__ = ["OutsideAttributes", "users_module"]
 #: Attributes that both the wrapper and the user's module have.
 _OF_BOTH = ("training", "forward")
 
+#: By class of wrappers and class of the user's, what :meth:`OutsideAttributes.named_as` has returned.
+_named_classes: dict[tuple[type, type], Any] = {}
+
 
 class OutsideAttributes(nn.Module):
     """Passes on what is set, registered and deleted of a wrapper, unless it is the library's own.
 
     Libraries pass on what is read and not found, and keep what is set: ``block.scale = 2.0`` would change nothing in
     the block. A class of wrappers inherits from it and then from the library's class, and is given to a wrapper that is
-    complete (``wrapper.__class__ = ...``). The module must be its attribute ``module``.
+    complete (``wrapper.__class__ = Wrapper.named_as(type(module))``). The module must be its attribute ``module``.
     """
 
     module: Any
+
+    @classmethod
+    def named_as(cls, user_class: type[nn.Module]) -> type[Self]:
+        """The class of wrappers whose name is that of the user's class, for messages and reprs."""
+        named: type[Self] = _named_classes.setdefault((cls, user_class), type(user_class.__name__, (cls,), {}))
+        named.__qualname__ = user_class.__qualname__
+        return named
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        return _create, type(self).__bases__, *reduced[2:]  # pickle finds classes by their names in files
 
     def __setattr__(self, name: str, value: Any) -> None:
         # first, what a library sets several times a step: its own state
@@ -63,6 +77,11 @@ class OutsideAttributes(nn.Module):
             return False
         # The library may set further private attributes of its own later.
         return not name.startswith("_") or hasattr(users_module(self), name)
+
+
+def _create(wrapper_class: type[nn.Module]) -> nn.Module:
+    """A wrapper without attributes, which those of a copy or a pickle are then given to."""
+    return wrapper_class.__new__(wrapper_class)
 
 
 def users_module(wrapper: nn.Module) -> Any:

@@ -19,9 +19,10 @@ from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp._common_utils import HandleTrainingState
 
-from fsdp_core.sharding import without_torch_function
+from fsdp_core.sharding import outside_of_compilation, without_torch_function
 from fsdp_cuda_native.flattened_parts import refuse_use_while_freed
 from fsdp_cuda_native.torch_private.flat_parameters.units import handle_of, shows_parameters
+from fsdp_cuda_native.torch_private.flat_parameters.written_shards import count_writes
 
 __all__ = ["free_idle_root", "is_kept", "keep_gathered", "release_views", "reshard", "was_kept", "write_back"]
 
@@ -106,7 +107,18 @@ def keep_gathered(units: Iterable[FSDP], before_call: Callable[..., None]) -> No
             flat = handle.flat_param
             modules = dict.fromkeys(info.module for info in (*flat._param_infos, *flat._shared_param_infos))
             hook = partial(before_call, weakref.ref(unit))
-            handle.__dict__[_HOOKS_OF_MODULES] = [module.register_forward_pre_hook(hook) for module in modules]
+            free_written = partial(_free_written, count_writes(unit))
+            handle.__dict__[_HOOKS_OF_MODULES] = [
+                unit.register_forward_pre_hook(free_written, prepend=True),
+                *(module.register_forward_pre_hook(hook) for module in modules),
+            ]
+
+
+@outside_of_compilation
+def _free_written(writes_when_kept: int, unit: FSDP, args: Any) -> None:
+    """Free a unit before a call of it if its shards were written to since it is kept."""
+    if torch._C._current_graph_task_id() == -1 and count_writes(unit) != writes_when_kept:
+        reshard(unit)
 
 
 def is_kept(unit: FSDP) -> bool:

@@ -407,6 +407,15 @@ def _optimizers_parameters_written(step: Step) -> Tensor:
     return mse_loss(step.net(step.x), first) + mse_loss(step.net(step.x), second.flip(1)) + step.loss(step.x)
 
 
+def _written_while_a_graph_waits(step: Step) -> Tensor:
+    """A recorded graph keeps units gathered. Those that are written to, and not the root, are gathered anew."""
+    gradient = step.input_gradient(_differentiable(step.x), create_graph=True).detach()
+    with torch.no_grad():
+        for parameter in trained_by(step.optimizer)[1:4]:  # of blocks
+            parameter.mul_(0.9)
+    return step.loss(step.x + 0.1 * gradient)
+
+
 def _converted_to_what_it_is(step: Step) -> Tensor:
     """Libraries convert modules to make sure of their device. Under Fabric, nothing is gathered before a first call."""
     step.module.to(step.x.device)
@@ -448,6 +457,7 @@ STEPS: dict[str, Callable[[Step], Tensor]] = {
     "backward pass before the step's": _backward_kept,
     "two passes through a loss of inputs": _two_passes_through_a_loss,
     "optimizer's parameters written between two calls": _optimizers_parameters_written,
+    "blocks written while a graph waits": _written_while_a_graph_waits,
     "backward pass that an exception ends, and another": _caught_in_a_backward_pass,
     "call that an exception ends, while a graph waits": _caught_in_a_call,
     "module converted to the device that it is on": _converted_to_what_it_is,
