@@ -55,6 +55,17 @@ def test_memory_of_operations() -> None:
     assert {content: nbytes for content, nbytes in left.items() if nbytes} == {"parameters": 16}
 
 
+def test_a_view_does_not_refill_a_storage_that_was_freed() -> None:
+    with FakeTensorMode(), MemoryMode() as memory:
+        weight = torch.empty(4)
+        weight.view_as(weight)  # so that the fake mode knows the operation, and lays out the next view by itself
+        memory.begin_step()
+        weight.untyped_storage().resize_(0)
+        weight.view_as(weight)
+        assert weight.untyped_storage().nbytes() == 0
+    assert [change.delta for change in memory.step.changes] == [-16]
+
+
 @pytest.mark.parametrize(
     ("name", "sent"),
     [("all-gather", 75), ("reduce-scatter", 75), ("all-reduce", 150), ("broadcast", 100), ("all-to-all", 75)],
