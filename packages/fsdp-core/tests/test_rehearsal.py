@@ -12,10 +12,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from click.testing import CliRunner
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from fsdp_core.cli import fsdp, scripts
 from fsdp_core.cli.plan import parse_size
@@ -25,6 +27,7 @@ from fsdp_core.rehearsal.candidates import Candidate
 from fsdp_core.rehearsal.collectives import Collective, total_sent
 from fsdp_core.rehearsal.known_values import KnownValues
 from fsdp_core.rehearsal.memory import MemoryMode
+from fsdp_core.rehearsal.modules_on_fakes import fakes_allowed
 from fsdp_core.rehearsal.picture import curve_of
 from fsdp_core.rehearsal.planning import Outcome, ranked, rehearse_candidate
 from fsdp_core.rehearsal.script import CaughtFit, run_script
@@ -178,6 +181,39 @@ def test_an_integer_that_floats_were_written_to_is_not_known_any_more() -> None:
     assert values.assumptions
 
 
+@pytest.mark.parametrize(("is_known", "rows"), [(True, 8), (False, 15)])
+def test_sequences_are_packed_by_their_lengths(is_known: bool, rows: int) -> None:
+    values = KnownValues()
+    lengths = torch.tensor([5, 1, 2])
+    recurrent = torch.nn.LSTM(4, 6, batch_first=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, fakes_allowed(values), values:
+        fake_lengths = mode.from_tensor(lengths)
+        if is_known:
+            values.know(fake_lengths, lengths)
+        packed = pack_padded_sequence(torch.rand(3, 5, 4), fake_lengths, batch_first=True, enforce_sorted=False)
+        assert packed.data.shape == (rows, 4)
+        output, unpacked_lengths = pad_packed_sequence(recurrent(packed)[0], batch_first=True)
+        assert output.shape == (3, 5, 6)
+        assert not is_known or unpacked_lengths.tolist() == [5, 1, 2]
+        classes, targets = output.log_softmax(2).transpose(0, 1), torch.ones(3, 2, dtype=torch.long)
+        loss = torch.nn.functional.ctc_loss(classes, targets, unpacked_lengths, torch.tensor([2, 1, 2]))
+        loss.backward()
+    assert bool(values.assumptions) is not is_known
+
+
+def test_imagined_ranks_give_the_objects_of_this_one() -> None:
+    with fakes_allowed(KnownValues()):
+        objects: list[Any] = [None, None]
+        dist.all_gather_object(objects, {"loss": 1})
+        assert objects == [{"loss": 1}] * 2
+        dist.gather_object("here", objects)
+        assert objects == ["here"] * 2
+        dist.broadcast_object_list(objects)
+        dist.scatter_object_list(objects, ["first", "second"])
+        assert objects == ["first", "here"]
+
+
 def test_a_loop_that_runs_until_a_value_is_small_ends() -> None:
     values = KnownValues()
     with FakeTensorMode(), values:
@@ -277,6 +313,66 @@ def test_a_fit_is_caught_with_the_script_around_it(tmp_path: Path) -> None:
     assert not fit.callbacks
 
 
+@pytest.mark.parametrize(
+    ("loaders", "batches"),
+    [
+        ('{"a": loader, "b": loader}', 4),
+        ("[loader, loader]", 4),
+        ('CombinedLoader({"a": loader}, "min_size")', 4),
+        ("({'x': x} for x in loader)", None),
+    ],
+)
+def test_loaders_are_combined_as_in_a_fit(tmp_path: Path, loaders: str, batches: int | None) -> None:
+    path = written(
+        tmp_path,
+        f"""import lightning as L, torch
+from lightning.pytorch.utilities import CombinedLoader
+loader = torch.utils.data.DataLoader(torch.ones(8, 3), batch_size=2)
+L.Trainer(logger=False).fit(L.LightningModule(), {loaders})
+""",
+    )
+    fits: list[CaughtFit] = []
+    run_script(path, [], fits.append)
+    (fit,) = fits
+    tensors = list(fit.batch.values()) if isinstance(fit.batch, dict) else fit.batch
+    assert [tensor.shape for tensor in tensors] == [(2, 3)] * len(tensors)
+    assert fit.batches == batches
+
+
+def test_large_weights_are_not_filled(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        """import lightning as L, torch
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.large, self.small = torch.nn.Linear(2**19, 2**19), torch.nn.Linear(8, 8)
+        self.scale = torch.nn.Parameter(torch.randn(2**19, 2**17) * 0.02)
+        self.lookup = torch.nn.Embedding(2**19, 2**18).to(torch.bfloat16)
+        self.count = int(torch.ones(2**19, dtype=torch.long).sum())
+net = Net()
+data = torch.ones(2**18)  # no module: it is filled
+assert data.sum() == 2**18
+L.Trainer(logger=False).fit(net, [torch.ones(8)])
+""",
+    )
+    fits: list[CaughtFit] = []
+    run_script(path, [], fits.append)
+    module = fits[0].module
+    assert module.large.weight.nbytes == 2**40  # more than any host has
+    assert module.lookup.weight.dtype is torch.bfloat16
+    assert module.small.weight.abs().max() > 0
+    assert module.count == 2**19
+
+
+def test_an_error_of_the_rehearsal_is_none_of_the_script(tmp_path: Path) -> None:
+    def fail(fit: CaughtFit) -> None:
+        raise ValueError("ours")
+
+    with pytest.raises(ValueError, match="ours"):
+        run_script(written(tmp_path, SCRIPT), ["4"], fail)
+
+
 def test_lightning_cli_finds_the_trainers_arguments(tmp_path: Path) -> None:
     start = SCRIPT.partition('if __name__ == "__main__":')[0]
     path = written(
@@ -333,6 +429,23 @@ class Frozen(BaseFinetuning):
 
     def finetune_function(self, *args: Any) -> None:
         """Nothing thaws."""
+
+
+class Counts(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("step", torch.tensor([2]))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        assert int(self.step) == 2 + batch_idx
+        self.step += 1
+        return super().training_step(batch, batch_idx)
+
+
+def test_integers_of_buffers_are_known() -> None:
+    module = Counts()
+    assert rehearse_candidate(fit_of(module), Candidate(strategy="auto")).error is None
+    assert module.step == 2
 
 
 def test_callbacks_that_change_training_take_part() -> None:

@@ -111,7 +111,7 @@ def rehearse_fit(run: RehearsedRun) -> Rehearsal:
         contexts.enter_context(memory)
         contexts.enter_context(values)
         module = run.build()
-        module = _with_fake_tensors(module, fake_mode)
+        module = _with_fake_tensors(module, fake_mode, values)
         memory.take(module.parameters(), "parameters")
         memory.take(module.buffers(), "buffers")
         numel = sum(parameter.numel() for parameter in module.parameters())
@@ -185,11 +185,16 @@ def _leave_out_callbacks(module: pl.LightningModule, values: KnownValues) -> Non
         module.configure_callbacks = configure_callbacks  # type: ignore[method-assign]
 
 
-def _with_fake_tensors(module: pl.LightningModule, fake_mode: FakeTensorMode) -> pl.LightningModule:
+def _with_fake_tensors(
+    module: pl.LightningModule, fake_mode: FakeTensorMode, values: KnownValues
+) -> pl.LightningModule:
     if all(is_fake(tensor) for tensor in (*module.parameters(), *module.buffers())):
         return module
     with FakeCopyMode(fake_mode):
-        return copy.deepcopy(module)
+        on_fakes = copy.deepcopy(module)
+    for fake, real in zip(on_fakes.buffers(), module.buffers(), strict=True):
+        values.know(fake, real)
+    return on_fakes
 
 
 class _FakeBatches:

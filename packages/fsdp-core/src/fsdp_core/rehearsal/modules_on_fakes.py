@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed import GradBucket, distributed_c10d  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel, distributed
+from torch.nn.utils import rnn
 
 from fsdp_core.rehearsal.known_values import KnownValues
 from fsdp_core.torch_private.fake_tensors import FakeTensor, flat_param, fsdp_runtime, no_dispatch, tree_map_only
@@ -40,6 +41,11 @@ def fakes_allowed(values: KnownValues) -> Iterator[None]:
         )
         contexts.enter_context(_replaced(flat_param, "_data_ptr_allocated", lambda _: _has_bytes))
         contexts.enter_context(_replaced(DistributedDataParallel, "__init__", _with_own_reduction))
+        contexts.enter_context(_replaced(rnn, "_VF", lambda functions: _RecurrentFunctions(functions)))
+        contexts.enter_context(_replaced(rnn, "invert_permutation", lambda _: _invert_permutation))
+        for name, exchange in _EXCHANGES.items():
+            for owner in (dist, distributed_c10d):
+                contexts.enter_context(_replaced(owner, name, functools.partial(_instead, exchange)))
         contexts.enter_context(_replaced(flat_param.FlatParamHandle, "_all_gather_flat_param", lambda _: _gather_flat))
         contexts.enter_context(_replaced(flat_param.FlatParamHandle, "_get_unpadded_shard", lambda _: _shard_of_flat))
         contexts.enter_context(_replaced(fsdp_runtime, "_get_reduce_scatter_tensors", lambda _: _tensors_to_reduce))
@@ -86,6 +92,67 @@ class _ReducerWithFirstBuckets:
 
     def _rebuild_buckets(self) -> bool:
         return False
+
+
+class _RecurrentFunctions:
+    """torch's functions of recurrent layers, with a ``pad_packed_sequence()`` that writes to no fake's memory."""
+
+    def __init__(self, functions: Any) -> None:
+        self._functions = functions
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._functions, name)
+
+    def _pad_packed_sequence(
+        self, rows: Tensor, sizes: Tensor, is_batch_first: bool, padding_value: float, total_length: int
+    ) -> tuple[Tensor, Tensor]:
+        counts = sizes.tolist()
+        padded = rows.new_full((max(len(counts), total_length), counts[0], *rows.shape[1:]), padding_value)
+        start = 0
+        for step, count in enumerate(counts):
+            padded[step, :count] = rows[start : start + count]
+            start += count
+        lengths = [sum(count > sequence for count in counts) for sequence in range(counts[0])]
+        with no_dispatch():
+            real_lengths = torch.tensor(lengths)
+        return padded.transpose(0, 1) if is_batch_first else padded, real_lengths
+
+
+def _invert_permutation(permutation: Tensor | None) -> Tensor | None:
+    """The order that undoes another: torch's own writes it to a tensor that is not filled, and so not known."""
+    return None if permutation is None else permutation.argsort()
+
+
+def _instead(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    return replacement
+
+
+def _all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+    object_list[:] = [obj] * len(object_list)
+
+
+def _gather_object(obj: Any, object_gather_list: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
+    if object_gather_list is not None:
+        object_gather_list[:] = [obj] * len(object_gather_list)
+
+
+def _broadcast_object_list(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
+    """Nothing to do: the peers have what this rank has."""
+
+
+def _scatter_object_list(
+    scatter_object_output_list: list[Any], scatter_object_input_list: list[Any] | None = None, *args: Any, **kwargs: Any
+) -> None:
+    scatter_object_output_list[0] = (scatter_object_input_list or [None])[0]
+
+
+#: What stands for torch's exchanges of objects, which are bytes of tensors: imagined peers give what this rank gives.
+_EXCHANGES: dict[str, Callable[..., None]] = {
+    "all_gather_object": _all_gather_object,
+    "gather_object": _gather_object,
+    "broadcast_object_list": _broadcast_object_list,
+    "scatter_object_list": _scatter_object_list,
+}
 
 
 #: The methods that compute with a mesh's tensor of ranks, whose values they need.
@@ -196,7 +263,7 @@ def _added(owner: type, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+def _replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
     original = vars(owner)[name]
     is_static = isinstance(original, staticmethod)
     wrapped = wrap(original.__func__ if is_static else original)

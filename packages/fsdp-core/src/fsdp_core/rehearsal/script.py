@@ -9,7 +9,7 @@ import runpy
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -18,9 +18,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric import Fabric
+from lightning.pytorch.utilities import CombinedLoader
 
 from fsdp_core.errors import ShardingError, first_line
 from fsdp_core.rehearsal.fit import takes_part
+from fsdp_core.rehearsal.unfilled_weights import UnfilledWeights
 from fsdp_core.rehearsal.users_code import line_of_call, line_of_error
 from fsdp_core.state.fqn import unwrap_compiled
 
@@ -87,6 +89,10 @@ class _AllCaught(BaseException):
     """Ends a script whose fits were caught. No ``except Exception`` of the script sees it."""
 
 
+class _NotRehearsed(BaseException):
+    """Ends a script after an error in what is called with its fit, which is none of the script's."""
+
+
 def run_script(
     script: str,
     arguments: Sequence[str],
@@ -131,7 +137,16 @@ def run_script(
 
     failure: str | None = None
     cause: BaseException | None = None
-    with _fits_caught(count, batches, patience), _as_main(script, arguments, as_module):
+    weights = UnfilledWeights()
+
+    def rehearse(fit: CaughtFit) -> None:
+        try:
+            with weights.filled():
+                count(fit)
+        except Exception as error:
+            raise _NotRehearsed from error
+
+    with _fits_caught(rehearse, batches, patience), _as_main(script, arguments, as_module), weights:
         try:
             if as_module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
@@ -139,6 +154,9 @@ def run_script(
                 runpy.run_path(script, run_name="__main__")
         except _AllCaught:
             pass
+        except _NotRehearsed as end:
+            assert end.__cause__ is not None
+            raise end.__cause__ from end.__cause__.__cause__
         except SystemExit as end:
             if end.code not in (None, 0):
                 failure, cause = f"ended with status {end.code}", end
@@ -204,7 +222,7 @@ def _fits_caught(on_fit: Callable[[CaughtFit], None], count: int, patience: floa
             train_dataloaders, datamodule = None, train_dataloaders
         module: Any = unwrap_compiled(model)
         started = time.perf_counter()
-        loader = _loader_of(self, module, train_dataloaders, datamodule)
+        loader = _combined(_loader_of(self, module, train_dataloaders, datamodule))
         drawn = _first_batches(loader, count, patience)
         caught = CaughtFit(
             module=module,
@@ -264,20 +282,25 @@ def _loader_of(trainer: pl.Trainer, module: pl.LightningModule, loaders: Any, da
     return source.train_dataloader()
 
 
-def _length(loader: Any) -> int | None:
+def _combined(loaders: Any) -> CombinedLoader:
+    """A loader that draws a batch of each, as Lightning combines several in a dict or a list."""
+    return loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
+
+
+def _length(loader: CombinedLoader) -> int | None:
     try:
         return len(loader)
     except (TypeError, NotImplementedError):  # an iterable dataset
         return None
 
 
-def _first_batches(loader: Any, count: int, patience: float) -> list[Any]:
+def _first_batches(loader: CombinedLoader, count: int, patience: float) -> list[Any]:
     """The first batches of a loader, which gets some time for them."""
     answer: list[Any] = []
 
     def take() -> None:
         try:
-            answer.append(list(islice(loader, count)) if isinstance(loader, Iterable) else [loader])
+            answer.append([batch for batch, _, _ in islice(loader, count)])
         except BaseException as error:
             answer.append(error)
 

@@ -35,8 +35,10 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
+    "CTC_LOSS",
     "GROUPED_MM",
     "ITEM",
+    "PACK_PADDED",
     "UNIQUE",
     "DynamicOutputShapeException",
     "FakeCopyMode",
@@ -55,9 +57,12 @@ __all__ = [
     "tree_map_only",
 ]
 
-#: The operators of ``tensor.item()``, ``tensor.unique()`` and products of matrices in groups.
+#: The operators of ``tensor.item()``, ``tensor.unique()``, products of matrices in groups, ``pack_padded_sequence()``
+#: and ``ctc_loss()``.
 ITEM, UNIQUE = torch.ops.aten._local_scalar_dense.default, torch.ops.aten._unique2.default
 GROUPED_MM = torch.ops.aten._grouped_mm.default
+PACK_PADDED = torch.ops.aten._pack_padded_sequence.default
+CTC_LOSS = torch.ops.aten._ctc_loss.Tensor
 
 
 def operator_name(func: Any) -> str:
