@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -43,6 +44,9 @@ def fakes_allowed(values: KnownValues) -> Iterator[None]:
         contexts.enter_context(_replaced(DistributedDataParallel, "__init__", _with_own_reduction))
         contexts.enter_context(_replaced(rnn, "_VF", lambda functions: _RecurrentFunctions(functions)))
         contexts.enter_context(_replaced(rnn, "invert_permutation", lambda _: _invert_permutation))
+        for module_name, name in _LOOKS_FOR_FAKES:
+            if hasattr(sys.modules.get(module_name), name):
+                contexts.enter_context(_replaced(sys.modules[module_name], name, lambda _: _is_never))
         for name, exchange in _EXCHANGES.items():
             for owner in (dist, distributed_c10d):
                 contexts.enter_context(_replaced(owner, name, functools.partial(_instead, exchange)))
@@ -121,6 +125,15 @@ class _RecurrentFunctions:
 def _invert_permutation(permutation: Tensor | None) -> Tensor | None:
     """The order that undoes another: torch's own writes it to a tensor that is not filled, and so not known."""
     return None if permutation is None else permutation.argsort()
+
+
+#: Functions by which libraries learn that a tensor is fake, to compute what a compiler can follow: masks of attention, of
+#: which an eager run needs none where nothing is padded.
+_LOOKS_FOR_FAKES = (("transformers.utils.import_utils", "is_fake_tensor"),)
+
+
+def _is_never(tensor: object) -> bool:
+    return False
 
 
 def _instead(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
