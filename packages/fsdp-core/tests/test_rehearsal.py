@@ -532,6 +532,16 @@ def test_plan_shows_what_a_script_needs(tmp_path: Path) -> None:
     assert by_strategy["ddp"]["assumptions"] == [["a condition is False", f"{path}:13", 2]]
 
 
+def test_plan_of_a_card_shows_what_it_needs_beside_tensors(tmp_path: Path) -> None:
+    path = written(tmp_path, SCRIPT)
+    result = CliRunner().invoke(fsdp, ["plan", "--devices", "1", "--device", "cuda", "--memory", "700MB", path, "4"])
+    assert result.exit_code == 0, result.output
+    assert "fits  on cuda" in result.output
+    assert "by rules that no card has confirmed, the first needs beside its tensors: allocator 2.1 MB" in result.output
+    result = CliRunner().invoke(fsdp, ["plan", "--devices", "1", "--device", "cuda", "--memory", "500MB", path, "4"])
+    assert result.exit_code == 3, result.output
+
+
 def test_plan_says_if_nothing_fits(tmp_path: Path) -> None:
     output = run_plan("--memory", "1kB", written(tmp_path, SCRIPT), "4", status=3)
     assert_says(output, "Nothing fits", "accumulate_grad_batches", 'strategy="auto"')

@@ -55,6 +55,13 @@ def _read_size(ctx: click.Context, parameter: click.Parameter, text: str | None)
     click.option(
         "--memory", metavar="SIZE", callback=_read_size, help="What each has, such as 80GiB. Default: as here."
     ),
+    click.option(
+        "--device",
+        type=click.Choice(["cpu", "cuda"]),
+        default="cpu",
+        show_default=True,
+        help="The kind of device. That of cuda is by rules that no card has confirmed.",
+    ),
     click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="The rank that is rehearsed."),
     click.option(
         "--plot", metavar="FILE", help="Draw the memory of a step, of the first row, as FILE: .svg, .png, .pdf."
@@ -66,6 +73,7 @@ def plan(
     arguments: tuple[str, ...],
     devices: int | None,
     memory: int | None,
+    device: str,
     rank: int,
     plot: str | None,
     fits: int,
@@ -95,7 +103,7 @@ def plan(
     def rehearse(fit: CaughtFit) -> None:
         candidates, without = candidates_for(devices, fit.module, fit.trainer_keywords.get("strategy"))
         outcomes = [
-            rehearse_candidate(fit, candidate, min(rank, candidate.ranks - 1), draws=plot is not None)
+            rehearse_candidate(fit, candidate, min(rank, candidate.ranks - 1), draws=plot is not None, device=device)
             for candidate in candidates
         ]
         refused.update(without)
@@ -160,14 +168,18 @@ def _print_plan(fit: CaughtFit, outcomes: Sequence[Outcome], devices: int, memor
         f"{type(fit.module).__name__} at {fit.location}: {format_count(numel)} parameters, "
         f"{devices} device{'s' * (devices > 1)} of {format_size(memory)}"
     )
-    header = ("fits", "peak", *(title for title, _ in _PARTS), "sent/step", "write")
+    on_card = ("on cuda",) if any(outcome.beside_tensors for outcome in outcomes) else ()
+    header = ("fits", *on_card, "peak", *(title for title, _ in _PARTS), "sent/step", "write")
     rows = []
     for outcome in outcomes:
         if outcome.error is not None:
             continue
         parts = [format_size(sum(outcome.by_content.get(content, 0) for content in contents)) for _, contents in _PARTS]
         fits = "yes" if outcome.fits(memory) else "no"
-        rows.append((fits, format_size(outcome.peak_bytes), *parts, format_size(outcome.sent_bytes), outcome.code))
+        needed = [format_size(outcome.needed_bytes) for _ in on_card]
+        rows.append(
+            (fits, *needed, format_size(outcome.peak_bytes), *parts, format_size(outcome.sent_bytes), outcome.code)
+        )
     if rows:
         print_table(header, rows, right=range(1, len(header) - 1))
     best = outcomes[0]
@@ -179,6 +191,9 @@ def _print_plan(fit: CaughtFit, outcomes: Sequence[Outcome], devices: int, memor
             f"Nothing fits. The least is {rows[0][1]} a device: use more devices, a smaller batch with "
             "accumulate_grad_batches, or cpu_offload=True."
         )
+    if best.beside_tensors:
+        beside = ", ".join(f"{what} {format_size(nbytes)}" for what, nbytes in best.beside_tensors.items())
+        click.echo(f"On cuda, by rules that no card has confirmed, the first needs beside its tensors: {beside}.")
     errors: dict[str, list[str]] = {}
     for outcome in outcomes:
         if outcome.error is not None:

@@ -20,7 +20,7 @@ from torch.nn.utils import rnn
 from fsdp_core.rehearsal.known_values import KnownValues
 from fsdp_core.torch_private.fake_tensors import FakeTensor, flat_param, fsdp_runtime, no_dispatch, tree_map_only
 
-__all__ = ["fakes_allowed"]
+__all__ = ["fakes_allowed", "replaced"]
 
 
 @contextmanager
@@ -33,26 +33,26 @@ def fakes_allowed(values: KnownValues) -> Iterator[None]:
     with ExitStack() as contexts:
         for name in _MESH_METHODS:
             if name in vars(DeviceMesh):
-                contexts.enter_context(_replaced(DeviceMesh, name, functools.partial(_on_real_tensors, values)))
+                contexts.enter_context(replaced(DeviceMesh, name, functools.partial(_on_real_tensors, values)))
         replacements: dict[int, tuple[Tensor, Tensor]] = {}
-        contexts.enter_context(_replaced(nn.Module, "_apply", lambda _: _apply_to_fakes(replacements)))
+        contexts.enter_context(replaced(nn.Module, "_apply", lambda _: _apply_to_fakes(replacements)))
         contexts.enter_context(_added(FakeTensor, "__deepcopy__", _copy_fake))
         contexts.enter_context(
-            _replaced(distributed, "_verify_param_shape_across_processes", lambda _: _compare_nothing)
+            replaced(distributed, "_verify_param_shape_across_processes", lambda _: _compare_nothing)
         )
-        contexts.enter_context(_replaced(flat_param, "_data_ptr_allocated", lambda _: _has_bytes))
-        contexts.enter_context(_replaced(DistributedDataParallel, "__init__", _with_own_reduction))
-        contexts.enter_context(_replaced(rnn, "_VF", lambda functions: _RecurrentFunctions(functions)))
-        contexts.enter_context(_replaced(rnn, "invert_permutation", lambda _: _invert_permutation))
+        contexts.enter_context(replaced(flat_param, "_data_ptr_allocated", lambda _: _has_bytes))
+        contexts.enter_context(replaced(DistributedDataParallel, "__init__", _with_own_reduction))
+        contexts.enter_context(replaced(rnn, "_VF", lambda functions: _RecurrentFunctions(functions)))
+        contexts.enter_context(replaced(rnn, "invert_permutation", lambda _: _invert_permutation))
         for module_name, name in _LOOKS_FOR_FAKES:
             if hasattr(sys.modules.get(module_name), name):
-                contexts.enter_context(_replaced(sys.modules[module_name], name, lambda _: _is_never))
+                contexts.enter_context(replaced(sys.modules[module_name], name, lambda _: _is_never))
         for name, exchange in _EXCHANGES.items():
             for owner in (dist, distributed_c10d):
-                contexts.enter_context(_replaced(owner, name, functools.partial(_instead, exchange)))
-        contexts.enter_context(_replaced(flat_param.FlatParamHandle, "_all_gather_flat_param", lambda _: _gather_flat))
-        contexts.enter_context(_replaced(flat_param.FlatParamHandle, "_get_unpadded_shard", lambda _: _shard_of_flat))
-        contexts.enter_context(_replaced(fsdp_runtime, "_get_reduce_scatter_tensors", lambda _: _tensors_to_reduce))
+                contexts.enter_context(replaced(owner, name, functools.partial(_instead, exchange)))
+        contexts.enter_context(replaced(flat_param.FlatParamHandle, "_all_gather_flat_param", lambda _: _gather_flat))
+        contexts.enter_context(replaced(flat_param.FlatParamHandle, "_get_unpadded_shard", lambda _: _shard_of_flat))
+        contexts.enter_context(replaced(fsdp_runtime, "_get_reduce_scatter_tensors", lambda _: _tensors_to_reduce))
         yield
 
 
@@ -127,8 +127,8 @@ def _invert_permutation(permutation: Tensor | None) -> Tensor | None:
     return None if permutation is None else permutation.argsort()
 
 
-#: Functions by which libraries learn that a tensor is fake, to compute what a compiler can follow: masks of attention, of
-#: which an eager run needs none where nothing is padded.
+#: Functions by which libraries learn that a tensor is fake, to compute what a compiler can follow: masks of attention,
+#: of which an eager run needs none where nothing is padded.
 _LOOKS_FOR_FAKES = (("transformers.utils.import_utils", "is_fake_tensor"),)
 
 
@@ -276,7 +276,14 @@ def _added(owner: type, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+def replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """A context in which an attribute of a class or a module is another one.
+
+    Args:
+        owner: The class, or the module.
+        name: The attribute.
+        wrap: Makes the other one of the original.
+    """
     original = vars(owner)[name]
     is_static = isinstance(original, staticmethod)
     wrapped = wrap(original.__func__ if is_static else original)

@@ -30,6 +30,9 @@ from torch.distributed.fsdp import _runtime_utils as fsdp_runtime
 # Functional collectives name their group; no public function finds it.
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]  # isort: skip
 
+# On which devices optimizers compute with lists of tensors; no public name says it.
+from torch.utils import _foreach_utils as foreach_utils
+
 # Without it, what a rehearsal computes for real would be made fake.
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -46,6 +49,7 @@ __all__ = [
     "FakeTensorMode",
     "active_fake_mode",
     "flat_param",
+    "foreach_utils",
     "fsdp_runtime",
     "group_named",
     "is_mutable",
