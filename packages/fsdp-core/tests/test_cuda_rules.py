@@ -115,19 +115,21 @@ def test_the_allocator_rounds_and_keeps_segments() -> None:
     for key in range(4096):
         allocator.allocate(key, 500)  # 512 each, of one segment
     assert allocator.reserved == 2 * MIB
+    allocator.allocate("one more", 1)
+    assert allocator.reserved == 4 * MIB
     allocator.allocate("large", 3 * MIB)
-    assert allocator.reserved == 22 * MIB
-    allocator.allocate("rest of it", 17 * MIB)  # its own, of 18 MiB: the rest has one MiB too few with this
-    assert allocator.reserved == 22 * MIB
+    assert allocator.reserved == 24 * MIB
+    allocator.allocate("rest of it", 17 * MIB)  # it is large enough for a segment of its own, and fits the rest
+    assert allocator.reserved == 24 * MIB
     allocator.allocate("own", 11 * MIB + 1)
-    assert allocator.reserved == 34 * MIB
+    assert allocator.reserved == 36 * MIB
     for key in range(1, 3):
         allocator.free(key)
     allocator.allocate("joined", 1024)
-    assert allocator.reserved == 34 * MIB
+    assert allocator.reserved == 36 * MIB
     allocator.free("own")
     allocator.allocate("smaller", 11 * MIB)
-    assert allocator.reserved == 34 * MIB
+    assert allocator.reserved == 36 * MIB
 
 
 def test_what_a_card_needs_beside_tensors_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

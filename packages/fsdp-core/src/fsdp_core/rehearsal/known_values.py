@@ -309,7 +309,7 @@ class KnownValues(TorchDispatchMode):
         if left.dtype is torch.bfloat16:
             result = func(*args, **kwargs)
             return result
-        offsets = kwargs["offs"] if "offs" in kwargs else args[2]
+        offsets = kwargs.get("offs", args[2] if len(args) > 2 else None)
         groups = () if left.dim() + right.dim() == 5 else (left.shape[0] if left.dim() == 3 else offsets.numel(),)
         result = left.new_empty((*groups, left.shape[-2], right.shape[-1]))
         return result
