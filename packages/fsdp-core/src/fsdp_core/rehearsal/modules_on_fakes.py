@@ -73,7 +73,8 @@ def _with_own_reduction(build: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(build)
     def build_with_reduction(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        build(self, *args, **kwargs)
+        with replaced(dist, "_compute_bucket_assignment_by_size", functools.partial(_assign_as_rebuilt, self)):
+            build(self, *args, **kwargs)
         self.register_comm_hook(self.process_group, reduce)
         reducer: Any = _ReducerWithFirstBuckets(self.reducer)
         self.reducer = reducer
@@ -81,11 +82,31 @@ def _with_own_reduction(build: Callable[..., None]) -> Callable[..., None]:
     return build_with_reduction
 
 
+#: The size of DDP's first bucket, of the gradients that are there first.
+_FIRST_BUCKET = 1 << 20
+
+
+def _assign_as_rebuilt(module: DistributedDataParallel, assign: Callable[..., Any]) -> Callable[..., Any]:
+    """Put gradients into buckets at once as DDP would after the first backward pass.
+
+    It begins with one bucket, and rebuilds when it knows in which order gradients are ready. It is taken to be the
+    reverse of that of the parameters.
+    """
+
+    def assign_(parameters: list[Tensor], limits: Any, expects_sparse: list[bool]) -> Any:
+        limits = [_FIRST_BUCKET, module.bucket_bytes_cap]
+        buckets, bucket_limits = assign(parameters[::-1], limits, expects_sparse[::-1])
+        last = len(parameters) - 1
+        # DDP reverses the order of the buckets
+        return [[last - index for index in bucket] for bucket in reversed(buckets)], bucket_limits[::-1]
+
+    return assign_
+
+
 class _ReducerWithFirstBuckets:
     """DDP's reducer, which does not rebuild its buckets after the first backward pass.
 
-    To rebuild them, ranks exchange an order of gradients in memory that fakes don't have. Rebuilt buckets would hold
-    the same gradients in that order, and so as many bytes.
+    To rebuild them, ranks exchange an order of gradients in memory that fakes don't have.
     """
 
     def __init__(self, reducer: Any) -> None:
