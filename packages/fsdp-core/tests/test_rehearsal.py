@@ -12,10 +12,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from click.testing import CliRunner
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import _functional_collectives as functional_collectives
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from fsdp_core.cli import fsdp, scripts
 from fsdp_core.cli.plan import parse_size
@@ -23,8 +26,10 @@ from fsdp_core.cli.rehearse import rehearse
 from fsdp_core.errors import ShardingError
 from fsdp_core.rehearsal.candidates import Candidate
 from fsdp_core.rehearsal.collectives import Collective, total_sent
+from fsdp_core.rehearsal.imagined_ranks import imagined_world
 from fsdp_core.rehearsal.known_values import KnownValues
 from fsdp_core.rehearsal.memory import MemoryMode
+from fsdp_core.rehearsal.modules_on_fakes import fakes_allowed
 from fsdp_core.rehearsal.picture import curve_of
 from fsdp_core.rehearsal.planning import Outcome, ranked, rehearse_candidate
 from fsdp_core.rehearsal.script import CaughtFit, run_script
@@ -55,6 +60,17 @@ def test_memory_of_operations() -> None:
     assert {content: nbytes for content, nbytes in left.items() if nbytes} == {"parameters": 16}
 
 
+def test_a_view_does_not_refill_a_storage_that_was_freed() -> None:
+    with FakeTensorMode(), MemoryMode() as memory:
+        weight = torch.empty(4)
+        weight.view_as(weight)  # so that the fake mode knows the operation, and lays out the next view by itself
+        memory.begin_step()
+        weight.untyped_storage().resize_(0)
+        weight.view_as(weight)
+        assert weight.untyped_storage().nbytes() == 0
+    assert [change.delta for change in memory.step.changes] == [-16]
+
+
 @pytest.mark.parametrize(
     ("name", "sent"),
     [("all-gather", 75), ("reduce-scatter", 75), ("all-reduce", 150), ("broadcast", 100), ("all-to-all", 75)],
@@ -66,6 +82,54 @@ def test_bytes_that_a_rank_sends(name: Any, sent: int) -> None:
 
 
 # -- the formula -------------------------------------------------------------------------------------------------------
+
+
+def test_collectives_are_noticed_with_their_bytes() -> None:
+    shard, full = torch.ones(4), torch.ones(16)
+    with imagined_world(1, 4), MemoryMode(reduces_in_a_copy=True) as memory:
+        memory.begin_step()
+        dist.all_gather_into_tensor(full, shard)
+        dist.all_gather(list(full.chunk(4)), shard)
+        dist.reduce_scatter_tensor(shard, full)
+        dist.all_reduce(full)
+        dist.broadcast(full, 0)
+        dist.all_to_all_single(full, full)
+        dist.scatter(shard, None, 0)
+        dist.gather(shard, None, 0)
+        dist.send(shard, 2)
+        dist.recv(shard, 0)
+        functional_collectives.all_gather_tensor(shard, 0, dist.group.WORLD).sum()
+        dist.barrier()
+    names = [collective.name for collective in memory.step.collectives]
+    nbytes = [collective.nbytes for collective in memory.step.collectives]
+    by_name = (
+        "all-gather",
+        "all-gather",
+        "reduce-scatter",
+        "all-reduce",
+        "broadcast",
+        "all-to-all",
+        "scatter",
+        "gather",
+    )
+    assert names == [*by_name, "send", "receive", "all-gather"]
+    assert nbytes == [64] * 6 + [16] * 4 + [64]
+    assert {collective.ranks for collective in memory.step.collectives} == {4}
+    assert sum(change.delta for change in memory.step.changes if change.delta > 0) >= 3 * 64  # two met, and a copy
+    assert {change.allocation.content for change in memory.step.changes} >= {"communication"}
+
+
+def test_a_recomputed_unit_allocates_activations() -> None:
+    with MemoryMode() as memory:
+        memory.phase = "backward"
+        memory.begin_step()
+        memory.recomputing = True
+        kept = torch.ones(4)
+        memory.recomputing = False
+        memory.end_step()
+        later = torch.ones(4)
+    assert memory.step.peak("cpu").by_content == {"activations": 16}
+    del kept, later
 
 
 def test_a_difference_from_the_formula_is_told_with_the_unit() -> None:
@@ -124,6 +188,7 @@ QUESTIONS: dict[str, tuple[Callable[[Tensor], Any], Any, Any]] = {
     "condition": (lambda x: bool((x > 4).any()), True, False),
     "finite": (lambda x: bool(torch.isfinite(x).all()), True, True),
     "not finite": (lambda x: bool(torch.logical_or(x.isnan(), x.isinf()).any()), False, False),
+    "infinite": (lambda x: bool(x.isposinf().any()), False, False),
     "comparison": (lambda x: bool(x.sum() > 12), True, True),
     "nonzero": (lambda x: len(x.nonzero()), 3, 4),
     "mask": (lambda x: tuple(x[x > 3].shape), (2,), (4,)),
@@ -134,6 +199,11 @@ QUESTIONS: dict[str, tuple[Callable[[Tensor], Any], Any, Any]] = {
     "list": (lambda x: x.tolist(), [3, 0, 5, 5], [1.0] * 4),
     "array": (lambda x: x.detach().numpy().sum(), 13, 0.0),
     "written": (lambda x: x.clone().fill_(2).sum().item(), 8, 1.0),
+    "counts": (
+        lambda x: len(x.bincount(minlength=4) if x.dtype == torch.int64 else x.long().bincount(minlength=4)),
+        6,
+        4,
+    ),
     "repetitions": (lambda x: len(torch.arange(4).repeat_interleave(x.long())), 13, 4),
 }
 
@@ -153,6 +223,26 @@ def test_integers_are_computed_and_floats_assumed(name: str, is_known: bool) -> 
     assert is_assumed is (not is_known)
 
 
+def test_what_is_written_to_a_known_tensor_is_not_written_to_the_users() -> None:
+    values, mode = KnownValues(), FakeTensorMode(allow_non_fake_inputs=True)
+    real = KNOWN.clone()
+    with mode, values:
+        fake = mode.from_tensor(real)
+        values.know(fake, real)
+        fake.fill_(7)
+        assert fake.max().item() == 7
+        assert torch.tensor([4]).item() == 4
+    assert real.max() == 5
+
+
+def test_products_of_groups_of_rows_have_their_shapes() -> None:
+    with FakeTensorMode(), KnownValues():
+        rows, ends = torch.ones(12, 8), torch.tensor([3, 12], dtype=torch.int32)
+        assert torch.nn.functional.grouped_mm(rows, torch.ones(2, 8, 16), offs=ends).shape == (12, 16)
+        assert torch.nn.functional.grouped_mm(rows.t(), torch.ones(12, 16), offs=ends).shape == (2, 8, 16)
+        assert torch.nn.functional.grouped_mm(torch.ones(2, 12, 8), torch.ones(2, 8, 16)).shape == (2, 12, 16)
+
+
 def test_an_integer_that_floats_were_written_to_is_not_known_any_more() -> None:
     values = KnownValues()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -167,12 +257,45 @@ def test_an_integer_that_floats_were_written_to_is_not_known_any_more() -> None:
     assert values.assumptions
 
 
+@pytest.mark.parametrize(("is_known", "rows"), [(True, 8), (False, 15)])
+def test_sequences_are_packed_by_their_lengths(is_known: bool, rows: int) -> None:
+    values = KnownValues()
+    lengths = torch.tensor([5, 1, 2])
+    recurrent = torch.nn.LSTM(4, 6, batch_first=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, fakes_allowed(values), values:
+        fake_lengths = mode.from_tensor(lengths)
+        if is_known:
+            values.know(fake_lengths, lengths)
+        packed = pack_padded_sequence(torch.rand(3, 5, 4), fake_lengths, batch_first=True, enforce_sorted=False)
+        assert packed.data.shape == (rows, 4)
+        output, unpacked_lengths = pad_packed_sequence(recurrent(packed)[0], batch_first=True)
+        assert output.shape == (3, 5, 6)
+        assert not is_known or unpacked_lengths.tolist() == [5, 1, 2]
+        classes, targets = output.log_softmax(2).transpose(0, 1), torch.ones(3, 2, dtype=torch.long)
+        loss = torch.nn.functional.ctc_loss(classes, targets, unpacked_lengths, torch.tensor([2, 1, 2]))
+        loss.backward()
+    assert bool(values.assumptions) is not is_known
+
+
+def test_imagined_ranks_give_the_objects_of_this_one() -> None:
+    with fakes_allowed(KnownValues()):
+        objects: list[Any] = [None, None]
+        dist.all_gather_object(objects, {"loss": 1})
+        assert objects == [{"loss": 1}] * 2
+        dist.gather_object("here", objects)
+        assert objects == ["here"] * 2
+        dist.broadcast_object_list(objects)
+        dist.scatter_object_list(objects, ["first", "second"])
+        assert objects == ["first", "here"]
+
+
 def test_a_loop_that_runs_until_a_value_is_small_ends() -> None:
     values = KnownValues()
     with FakeTensorMode(), values:
         error = torch.rand(1)
         times = 0
-        while error > 0.1:
+        while error > 0.1 and times < 20:
             times += 1
     assert 0 < times < 10
 
@@ -266,6 +389,66 @@ def test_a_fit_is_caught_with_the_script_around_it(tmp_path: Path) -> None:
     assert not fit.callbacks
 
 
+@pytest.mark.parametrize(
+    ("loaders", "batches"),
+    [
+        ('{"a": loader, "b": loader}', 4),
+        ("[loader, loader]", 4),
+        ('CombinedLoader({"a": loader}, "min_size")', 4),
+        ("({'x': x} for x in loader)", None),
+    ],
+)
+def test_loaders_are_combined_as_in_a_fit(tmp_path: Path, loaders: str, batches: int | None) -> None:
+    path = written(
+        tmp_path,
+        f"""import lightning as L, torch
+from lightning.pytorch.utilities import CombinedLoader
+loader = torch.utils.data.DataLoader(torch.ones(8, 3), batch_size=2)
+L.Trainer(logger=False).fit(L.LightningModule(), {loaders})
+""",
+    )
+    fits: list[CaughtFit] = []
+    run_script(path, [], fits.append)
+    (fit,) = fits
+    tensors = list(fit.batch.values()) if isinstance(fit.batch, dict) else fit.batch
+    assert [tensor.shape for tensor in tensors] == [(2, 3)] * len(tensors)
+    assert fit.batches == batches
+
+
+def test_large_weights_are_not_filled(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        """import lightning as L, torch
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.large, self.small = torch.nn.Linear(2**19, 2**19), torch.nn.Linear(8, 8)
+        self.scale = torch.nn.Parameter(torch.randn(2**19, 2**17) * 0.02)
+        self.lookup = torch.nn.Embedding(2**19, 2**18).to(torch.bfloat16)
+        self.count = int(torch.ones(2**19, dtype=torch.long).sum())
+net = Net()
+data = torch.ones(2**18)  # no module: it is filled
+assert data.sum() == 2**18
+L.Trainer(logger=False).fit(net, [torch.ones(8)])
+""",
+    )
+    fits: list[CaughtFit] = []
+    run_script(path, [], fits.append)
+    module = fits[0].module
+    assert module.large.weight.nbytes == 2**40  # more than any host has
+    assert module.lookup.weight.dtype is torch.bfloat16
+    assert module.small.weight.abs().max() > 0
+    assert module.count == 2**19
+
+
+def test_an_error_of_the_rehearsal_is_none_of_the_script(tmp_path: Path) -> None:
+    def fail(fit: CaughtFit) -> None:
+        raise ValueError("ours")
+
+    with pytest.raises(ValueError, match="ours"):
+        run_script(written(tmp_path, SCRIPT), ["4"], fail)
+
+
 def test_lightning_cli_finds_the_trainers_arguments(tmp_path: Path) -> None:
     start = SCRIPT.partition('if __name__ == "__main__":')[0]
     path = written(
@@ -322,6 +505,23 @@ class Frozen(BaseFinetuning):
 
     def finetune_function(self, *args: Any) -> None:
         """Nothing thaws."""
+
+
+class Counts(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("step", torch.tensor([2]))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        assert int(self.step) == 2 + batch_idx
+        self.step += 1
+        return super().training_step(batch, batch_idx)
+
+
+def test_integers_of_buffers_are_known() -> None:
+    module = Counts()
+    assert rehearse_candidate(fit_of(module), Candidate(strategy="auto")).error is None
+    assert module.step == 2
 
 
 def test_callbacks_that_change_training_take_part() -> None:
@@ -406,6 +606,16 @@ def test_plan_shows_what_a_script_needs(tmp_path: Path) -> None:
     assert by_strategy["ddp"]["calls"] == {"all-reduce": 1}
     assert all(row["fits"] for row in fit["plans"])
     assert by_strategy["ddp"]["assumptions"] == [["a condition is False", f"{path}:13", 2]]
+
+
+def test_plan_of_a_card_shows_what_it_needs_beside_tensors(tmp_path: Path) -> None:
+    path = written(tmp_path, SCRIPT)
+    result = CliRunner().invoke(fsdp, ["plan", "--devices", "1", "--device", "cuda", "--memory", "700MB", path, "4"])
+    assert result.exit_code == 0, result.output
+    assert "By rules that no card has confirmed" in result.output
+    assert "by rules that no card has confirmed, the first needs beside its tensors: allocator 2.1 MB" in result.output
+    result = CliRunner().invoke(fsdp, ["plan", "--devices", "1", "--device", "cuda", "--memory", "500MB", path, "4"])
+    assert result.exit_code == 3, result.output
 
 
 def test_plan_says_if_nothing_fits(tmp_path: Path) -> None:

@@ -5,7 +5,15 @@ The only module of core besides :mod:`fsdp_core.devices` that knows kinds of dev
 
 from __future__ import annotations
 
-__all__ = ["ANY_ACCELERATOR", "GROUP_EXAMPLE", "KINDS_OF_LIGHTNING", "LIGHTNINGS_OWN", "PACKAGES", "VISIBILITY"]
+__all__ = [
+    "ANY_ACCELERATOR",
+    "GROUP_EXAMPLE",
+    "KINDS_OF_LIGHTNING",
+    "LIGHTNINGS_OWN",
+    "PACKAGES",
+    "REHEARSED",
+    "VISIBILITY",
+]
 
 #: Stands in a list of accelerators for whatever ``torch.accelerator.current_accelerator()`` returns.
 ANY_ACCELERATOR = "any"
@@ -15,6 +23,9 @@ KINDS_OF_LIGHTNING = {"cpu": "cpu", "cuda": "cuda", "gpu": "cuda", "mps": "mps",
 
 #: Kinds for which Lightning has an accelerator of its own that needs no other package.
 LIGHTNINGS_OWN = frozenset({"cpu", "cuda", "mps"})
+
+#: The kinds of devices that a fit is rehearsed as: the CPU, and one whose rules of memory torch's sources tell.
+REHEARSED = ("cpu", "cuda")
 
 #: A process group with a backend for each kind of device, as users write it.
 GROUP_EXAMPLE = "cpu:gloo,cuda:nccl"

@@ -11,6 +11,7 @@ import click
 
 from fsdp_core.cli.output import format_count, format_size, print_json, print_table
 from fsdp_core.cli.scripts import script_command, script_output_on_stderr
+from fsdp_core.device_names import REHEARSED
 
 if TYPE_CHECKING:
     from fsdp_core.rehearsal.fabric_loop import CaughtLoop
@@ -59,6 +60,13 @@ def _read_size(ctx: click.Context, parameter: click.Parameter, text: str | None)
     click.option(
         "--time", "with_time", is_flag=True, help="Expect a step's time on the devices that are here, which are tried."
     ),
+    click.option(
+        "--device",
+        type=click.Choice(REHEARSED),
+        default=REHEARSED[0],
+        show_default=True,
+        help="The kind of device; what no CPU can say is by rules that no card has confirmed.",
+    ),
     click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="The rank that is rehearsed."),
     click.option(
         "--plot", metavar="FILE", help="Draw the memory of a step, of the first row, as FILE: .svg, .png, .pdf."
@@ -71,6 +79,7 @@ def plan(
     devices: int | None,
     memory: int | None,
     with_time: bool,
+    device: str,
     rank: int,
     plot: str | None,
     fits: int,
@@ -102,7 +111,7 @@ def plan(
     def rehearse(fit: CaughtFit | CaughtLoop) -> None:
         candidates, without = candidates_for(devices, fit.module, fit.script_strategy)
         outcomes = [
-            rehearse_candidate(fit, candidate, min(rank, candidate.ranks - 1), draws=plot is not None)
+            rehearse_candidate(fit, candidate, min(rank, candidate.ranks - 1), draws=plot is not None, device=device)
             for candidate in candidates
         ]
         if with_time:
@@ -111,7 +120,9 @@ def plan(
             outcomes = [replace(o, expected_seconds=expected_seconds(o, speeds[o.ranks])) for o in outcomes]
         refused.update(without)
         does_fit = any(outcome.fits(memory) for outcome in outcomes)
-        changes = [] if does_fit else cheapest_changes(fit, list(zip(candidates, outcomes, strict=True)), memory)
+        changes = (
+            [] if does_fit else cheapest_changes(fit, list(zip(candidates, outcomes, strict=True)), memory, device)
+        )
         plans.append((fit, ranked(outcomes, memory), changes))
 
     with script_output_on_stderr():
@@ -178,7 +189,7 @@ def _print_changes(changes: Sequence[Outcome], least: str) -> None:
         return
     click.echo(f"Nothing fits. The least is {least} a device. What would fit:")
     for change in changes:
-        click.echo(f"  {change.code}: {format_size(change.peak_bytes)} a device")
+        click.echo(f"  {change.code}: {format_size(change.needed_bytes)} a device")
 
 
 #: The columns of the peak's parts: their titles, and what they hold.
@@ -200,16 +211,18 @@ def _print_plan(
         f"{type(fit.module).__name__} at {fit.location}: {format_count(numel)} parameters, "
         f"{devices} device{'s' * (devices > 1)} of {format_size(memory)}"
     )
+    on_card = ("all",) if any(outcome.beside_tensors for outcome in outcomes) else ()
     times = ("time/step",) if any(outcome.expected_seconds for outcome in outcomes) else ()
-    header = ("fits", "peak", *(title for title, _ in _PARTS), "sent/step", *times, "write")
+    header = ("fits", *on_card, "peak", *(title for title, _ in _PARTS), "sent/step", *times, "write")
     rows = []
     for outcome in outcomes:
         if outcome.error is not None:
             continue
         parts = [format_size(sum(outcome.by_content.get(content, 0) for content in contents)) for _, contents in _PARTS]
         fits = "yes" if outcome.fits(memory) else "no"
+        needed = [format_size(outcome.needed_bytes) for _ in on_card]
         sent, time = format_size(outcome.sent_bytes), [_format_time(outcome)] if times else []
-        rows.append((fits, format_size(outcome.peak_bytes), *parts, sent, *time, outcome.code))
+        rows.append((fits, *needed, format_size(outcome.peak_bytes), *parts, sent, *time, outcome.code))
     if rows:
         print_table(header, rows, right=range(1, len(header) - 1))
     best = outcomes[0]
@@ -218,6 +231,9 @@ def _print_plan(
         click.echo(f"The first has its peak in the {moment}{f', in {best.module}' if best.module else ''}.")
     elif rows:
         _print_changes(changes, rows[0][1])
+    if best.beside_tensors:
+        beside = ", ".join(f"{what} {format_size(nbytes)}" for what, nbytes in best.beside_tensors.items())
+        click.echo(f"By rules that no card has confirmed, the first needs beside its tensors: {beside}.")
     errors: dict[str, list[str]] = {}
     for outcome in outcomes:
         if outcome.error is not None:

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import distributed, nn
 
 from fsdp_core import devices
-from fsdp_core.device_names import ANY_ACCELERATOR, LIGHTNINGS_OWN
+from fsdp_core.device_names import ANY_ACCELERATOR, LIGHTNINGS_OWN, REHEARSED
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError, first_line
 from fsdp_core.lightning.launchers.notebooks import is_interactive
 from fsdp_core.lightning.outside_steps.sharded_modules import size_in_words
@@ -150,7 +150,8 @@ def _choose(strategy: AutoStrategy, trainer: pl.Trainer, module: Any, loaders: A
             memory = here or _device_memory(kind, strategy.num_processes)
             fit = fit_of_trainer(trainer, module, loaders, datamodule, precision_of(trainer))
             wanted = _candidates(kind, ranks, fit.module)
-            return memory, [(candidate, rehearse_candidate(fit, candidate)) for candidate in wanted]
+            of = kind if kind in REHEARSED else "cpu"
+            return memory, [(candidate, rehearse_candidate(fit, candidate, device=of)) for candidate in wanted]
         except Exception as error:
             return f"{type(error).__name__}: {first_line(error)}"
 

@@ -30,7 +30,7 @@ _MOST_RANKS = 16_384
 
 
 def cheapest_changes(
-    fit: CaughtFit | CaughtLoop, planned: Sequence[tuple[Candidate, Outcome]], memory: int
+    fit: CaughtFit | CaughtLoop, planned: Sequence[tuple[Candidate, Outcome]], memory: int, device: str = "cpu"
 ) -> list[Outcome]:
     """The smallest changes of either kind that make the fit fit: micro-batches of fewer rows, or more devices.
 
@@ -41,6 +41,7 @@ def cheapest_changes(
         fit: The fit. Of a loop under Fabric, which reads its own loader, no changes are known.
         planned: The candidates that were rehearsed, none of which fits.
         memory: The bytes that a device has.
+        device: The kind of device, as :func:`~fsdp_core.rehearsal.planning.rehearse_candidate` takes it.
 
     Returns:
         What was rehearsed with either change, if it fits; the first needs no other devices.
@@ -48,9 +49,9 @@ def cheapest_changes(
     rehearsed = [plan for plan in planned if plan[1].error is None]
     if not rehearsed or not isinstance(fit, CaughtFit):
         return []
-    candidate, least = min(rehearsed, key=lambda plan: plan[1].peak_bytes)
+    candidate, least = min(rehearsed, key=lambda plan: plan[1].needed_bytes)
     kinds = (_with_fewer_rows(fit, candidate), _with_more_devices(fit, _sharded(fit, rehearsed)))
-    fitting = (_first_that_fits(changes, least, memory) for changes in kinds)
+    fitting = (_first_that_fits(changes, least, memory, device) for changes in kinds)
     return [outcome for outcome in fitting if outcome is not None]
 
 
@@ -58,18 +59,18 @@ def _sharded(fit: CaughtFit, rehearsed: Sequence[tuple[Candidate, Outcome]]) -> 
     """The candidate that shards and needs least; if none was rehearsed, on one device, the first that is installed."""
     sharded = [plan for plan in rehearsed if plan[0].strategy not in _WHOLE]
     if sharded:
-        return min(sharded, key=lambda plan: plan[1].peak_bytes)[0]
+        return min(sharded, key=lambda plan: plan[1].needed_bytes)[0]
     on_two, _ = candidates_for(2, fit.module)
     first = next((other for other in on_two if other.strategy not in _WHOLE and not other.options), None)
     return None if first is None else replace(first, ranks=1)
 
 
-def _first_that_fits(changes: Iterator[_Change], before: Outcome, memory: int) -> Outcome | None:
+def _first_that_fits(changes: Iterator[_Change], before: Outcome, memory: int, device: str) -> Outcome | None:
     for words, fit, candidate in changes:
-        outcome = replace(rehearse_candidate(fit, candidate), code=words)
+        outcome = replace(rehearse_candidate(fit, candidate, device=device), code=words)
         if outcome.fits(memory):
             return outcome
-        if outcome.error is not None or outcome.peak_bytes > before.peak_bytes * (1 - _HELPS):
+        if outcome.error is not None or outcome.needed_bytes > before.needed_bytes * (1 - _HELPS):
             return None
         before = outcome
     return None

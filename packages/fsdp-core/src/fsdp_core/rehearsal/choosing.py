@@ -68,17 +68,17 @@ def choose(planned: Sequence[tuple[Candidate, Outcome]], memory: int) -> Choice:
         ('ddp', 'sharded')
     """
     rehearsed = [plan for plan in planned if plan[1].error is None]
-    fitting = [plan for plan in rehearsed if memory - plan[1].peak_bytes >= SPARE * plan[1].peak_bytes]
+    fitting = [plan for plan in rehearsed if memory - plan[1].needed_bytes >= SPARE * plan[1].needed_bytes]
     if not rehearsed:
         raise ShardingError(
             f"the fit could not be rehearsed, so that nothing can be chosen: {_list_errors(planned)}.\n"
             f"Write a strategy by its name, of {', '.join(registry.strategies())}."
         )
     if not fitting:
-        _, least = min(rehearsed, key=lambda plan: plan[1].peak_bytes)
+        _, least = min(rehearsed, key=lambda plan: plan[1].needed_bytes)
         raise ShardingError(
             f"nothing fits {size_in_words(memory)} a device with a tenth to spare. The least is {least.code}, with "
-            f"{size_in_words(least.peak_bytes)}.\n"
+            f"{size_in_words(least.needed_bytes)}.\n"
             "Use more devices, a smaller batch with accumulate_grad_batches, or cpu_offload=True; `fsdp plan` shows "
             f"what needs how much. To try the least all the same, write {least.code}."
         )
@@ -107,7 +107,7 @@ def _reason(
     planned: Sequence[tuple[Candidate, Outcome]],
     memory: int,
 ) -> str:
-    need = f"it needs {size_in_words(outcome.peak_bytes)} of {size_in_words(memory)} a device"
+    need = f"it needs {size_in_words(outcome.needed_bytes)} of {size_in_words(memory)} a device"
     if outcome.ranks == 1:
         return need
     reason = (
@@ -116,7 +116,7 @@ def _reason(
     )
     whole = next((other for candidate, other in planned if candidate.strategy == "ddp" and other.error is None), None)
     if whole is not None and whole is not outcome and all(other is not whole for _, other in fitting):
-        reason += f"; whole parameters on each, by DDP, would need {size_in_words(whole.peak_bytes)}"
+        reason += f"; whole parameters on each, by DDP, would need {size_in_words(whole.needed_bytes)}"
     return reason
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.lightning.strategy import ShardedStrategy
+from fsdp_core.rehearsal.cuda_rules import as_on_cuda, beside_tensors
 from fsdp_core.rehearsal.imagined_ranks import ImaginedEnvironment, ImaginedRuntime, imagined_world
 from fsdp_core.rehearsal.known_values import Assumption, KnownValues
 from fsdp_core.rehearsal.memory import MemoryMode, StepRecord
@@ -58,6 +59,7 @@ class RehearsedRun:
         ranks: The number of ranks.
         rank: The rank that is played.
         precision: The Trainer's ``precision``.
+        device: The kind of device, one of :data:`~fsdp_core.device_names.REHEARSED`, as which the CPU computes.
     """
 
     build: Callable[[], pl.LightningModule]
@@ -68,6 +70,7 @@ class RehearsedRun:
     ranks: int = 1
     rank: int = 0
     precision: Any = None
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +82,14 @@ class Rehearsal:
         numel: The number of the model's parameters.
         assumptions: What was assumed of values, with how often.
         seconds: The CPU time that it took.
+        beside_tensors: What the device needs beside tensors, in bytes, by what it is; empty for a CPU.
     """
 
     step: StepRecord
     numel: int
     assumptions: Mapping[Assumption, int]
     seconds: float
+    beside_tensors: Mapping[str, int] = field(default_factory=dict)
 
 
 def rehearse_fit(run: RehearsedRun) -> Rehearsal:
@@ -99,19 +104,22 @@ def rehearse_fit(run: RehearsedRun) -> Rehearsal:
             values that fake tensors don't have.
     """
     started = time.process_time()
-    memory = MemoryMode(reduces_in_a_copy=True)
+    is_on_cuda = run.device != "cpu"
+    memory = MemoryMode(reduces_in_a_copy=not is_on_cuda)
     values = KnownValues()
     with ExitStack() as contexts:
         contexts.enter_context(quietly())
         if run.ranks > 1:
             contexts.enter_context(imagined_world(run.rank, run.ranks))
         contexts.enter_context(fakes_allowed(values))
+        if is_on_cuda:
+            contexts.enter_context(as_on_cuda())
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         contexts.enter_context(fake_mode)
         contexts.enter_context(memory)
         contexts.enter_context(values)
         module = run.build()
-        module = _with_fake_tensors(module, fake_mode)
+        module = _with_fake_tensors(module, fake_mode, values)
         memory.take(module.parameters(), "parameters")
         memory.take(module.buffers(), "buffers")
         numel = sum(parameter.numel() for parameter in module.parameters())
@@ -135,6 +143,7 @@ def rehearse_fit(run: RehearsedRun) -> Rehearsal:
     return Rehearsal(
         step=memory.step,
         numel=numel,
+        beside_tensors=beside_tensors(memory.step) if is_on_cuda else {},
         assumptions=dict(values.assumptions),
         seconds=time.process_time() - started,
     )
@@ -185,11 +194,16 @@ def _leave_out_callbacks(module: pl.LightningModule, values: KnownValues) -> Non
         module.configure_callbacks = configure_callbacks  # type: ignore[method-assign]
 
 
-def _with_fake_tensors(module: pl.LightningModule, fake_mode: FakeTensorMode) -> pl.LightningModule:
+def _with_fake_tensors(
+    module: pl.LightningModule, fake_mode: FakeTensorMode, values: KnownValues
+) -> pl.LightningModule:
     if all(is_fake(tensor) for tensor in (*module.parameters(), *module.buffers())):
         return module
     with FakeCopyMode(fake_mode):
-        return copy.deepcopy(module)
+        on_fakes = copy.deepcopy(module)
+    for fake, real in zip(on_fakes.buffers(), module.buffers(), strict=True):
+        values.know(fake, real)
+    return on_fakes
 
 
 class _FakeBatches:

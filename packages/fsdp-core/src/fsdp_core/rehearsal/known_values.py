@@ -22,8 +22,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp_core.rehearsal.users_code import is_users
 from fsdp_core.torch_private.fake_tensors import (
+    CTC_LOSS,
     GROUPED_MM,
     ITEM,
+    PACK_PADDED,
     UNIQUE,
     FakeTensor,
     is_mutable,
@@ -86,7 +88,8 @@ class KnownValues(TorchDispatchMode):
             real: A tensor with its values.
         """
         if not real.is_floating_point() and not real.is_complex() and real.numel() <= _MAX_NUMEL:
-            self._real_of[fake] = real
+            with no_dispatch():
+                self._real_of[fake] = real.clone()  # what is written to the fake is written to it too
 
     def real_if_known(self, tensor: Tensor) -> Tensor:
         """A real tensor with the values of a fake one, if they are known; otherwise the tensor itself."""
@@ -179,6 +182,9 @@ class KnownValues(TorchDispatchMode):
         if tensor in self._real_of:
             with no_dispatch():
                 return self._real_of[tensor].item()
+        if type(tensor) is Tensor:  # of the script's own, and not fake
+            with no_dispatch():
+                return tensor.item()
         constant = getattr(tensor, "constant", None)  # torch keeps the value of torch.tensor(3)
         if constant is not None:
             return constant.item()
@@ -303,10 +309,41 @@ class KnownValues(TorchDispatchMode):
         if left.dtype is torch.bfloat16:
             result = func(*args, **kwargs)
             return result
-        offsets = kwargs["offs"] if "offs" in kwargs else args[2]
+        offsets = kwargs.get("offs", args[2] if len(args) > 2 else None)
         groups = () if left.dim() + right.dim() == 5 else (left.shape[0] if left.dim() == 3 else offsets.numel(),)
         result = left.new_empty((*groups, left.shape[-2], right.shape[-1]))
         return result
+
+    def pack_padded(self, func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
+        """A packed batch of sequences: of equal lengths, if these are not known.
+
+        The sizes of its steps are real: torch reads them in C++.
+        """
+        padded, lengths, is_batch_first = args
+        batch, steps = padded.shape[:2] if is_batch_first else reversed(padded.shape[:2])
+        try:
+            real = self._real_tensor(lengths)
+        except KeyError:
+            self.assume("all sequences are as long as the longest")
+            real = None
+        with no_dispatch():
+            if real is None:
+                real = torch.full((batch,), steps)
+            rows, sizes = func(torch.empty(padded.shape[:2]), real, is_batch_first)
+        return padded.new_empty((len(rows), *padded.shape[2:])), sizes
+
+    def ctc_loss(self, func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
+        """The loss of connectionist temporal classification, whose memory depends on the longest target."""
+        log_probs, targets, _, lengths = args[:4]
+        try:
+            real = self._real_tensor(lengths)
+            with no_dispatch():
+                longest = int(real.max())
+        except KeyError:
+            self.assume("targets have no padding")
+            longest = targets.shape[1] if targets.dim() == 2 else -(-targets.numel() // lengths.numel())
+        steps, batch = log_probs.shape[:2]
+        return log_probs.new_empty((batch,)), log_probs.new_empty((batch, steps, 2 * longest + 1))
 
     def _known_result(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What an operator returns on the real values; ``None`` if they are not known."""
@@ -355,6 +392,8 @@ _ANSWERS: dict[Any, _Answer] = {
     _aten.repeat_interleave.Tensor: KnownValues.repeat_interleave,
     _aten.bincount.default: KnownValues.bincount,
     GROUPED_MM: KnownValues.grouped_mm,
+    PACK_PADDED: KnownValues.pack_padded,
+    CTC_LOSS: KnownValues.ctc_loss,
 }
 
 

@@ -224,7 +224,7 @@ class MemoryMode(TorchDispatchMode):
 
     # -- storages --------------------------------------------------------------------------------------------------
 
-    def _meet(self, tensor: Tensor, content: Content | None = None) -> None:
+    def _meet(self, tensor: Tensor, content: Content | None = None, *, is_view: bool = False) -> None:
         try:
             storage = tensor.untyped_storage()
         except NotImplementedError:  # a sparse tensor, or one of a wrapper class, has none
@@ -239,6 +239,9 @@ class MemoryMode(TorchDispatchMode):
             weakref.finalize(storage, self._resize, allocation, 0).atexit = False
         elif content is not None:
             allocation.content = content
+        elif is_view and storage.nbytes() > allocation.nbytes:
+            # the fake mode's cache lays out a view by set_(), which refills a storage that a library has freed
+            storage.resize_(allocation.nbytes)
         self._resize(allocation, storage.nbytes())
 
     def _resize(self, allocation: Allocation, nbytes: int) -> None:
@@ -279,7 +282,7 @@ class MemoryMode(TorchDispatchMode):
             return result
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
-                self._meet(tensor)
+                self._meet(tensor, is_view=func.is_view)
         return result
 
     def _communicate(self, collective: Collective, result: Any) -> None:

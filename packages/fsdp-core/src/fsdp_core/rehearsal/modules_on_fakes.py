@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -10,15 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed import GradBucket, distributed_c10d  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel, distributed
+from torch.nn.utils import rnn
 
 from fsdp_core.rehearsal.known_values import KnownValues
 from fsdp_core.torch_private.fake_tensors import FakeTensor, flat_param, fsdp_runtime, no_dispatch, tree_map_only
 
-__all__ = ["fakes_allowed"]
+__all__ = ["fakes_allowed", "replaced"]
 
 
 @contextmanager
@@ -31,18 +33,26 @@ def fakes_allowed(values: KnownValues) -> Iterator[None]:
     with ExitStack() as contexts:
         for name in _MESH_METHODS:
             if name in vars(DeviceMesh):
-                contexts.enter_context(_replaced(DeviceMesh, name, functools.partial(_on_real_tensors, values)))
+                contexts.enter_context(replaced(DeviceMesh, name, functools.partial(_on_real_tensors, values)))
         replacements: dict[int, tuple[Tensor, Tensor]] = {}
-        contexts.enter_context(_replaced(nn.Module, "_apply", lambda _: _apply_to_fakes(replacements)))
+        contexts.enter_context(replaced(nn.Module, "_apply", lambda _: _apply_to_fakes(replacements)))
         contexts.enter_context(_added(FakeTensor, "__deepcopy__", _copy_fake))
         contexts.enter_context(
-            _replaced(distributed, "_verify_param_shape_across_processes", lambda _: _compare_nothing)
+            replaced(distributed, "_verify_param_shape_across_processes", lambda _: _compare_nothing)
         )
-        contexts.enter_context(_replaced(flat_param, "_data_ptr_allocated", lambda _: _has_bytes))
-        contexts.enter_context(_replaced(DistributedDataParallel, "__init__", _with_own_reduction))
-        contexts.enter_context(_replaced(flat_param.FlatParamHandle, "_all_gather_flat_param", lambda _: _gather_flat))
-        contexts.enter_context(_replaced(flat_param.FlatParamHandle, "_get_unpadded_shard", lambda _: _shard_of_flat))
-        contexts.enter_context(_replaced(fsdp_runtime, "_get_reduce_scatter_tensors", lambda _: _tensors_to_reduce))
+        contexts.enter_context(replaced(flat_param, "_data_ptr_allocated", lambda _: _has_bytes))
+        contexts.enter_context(replaced(DistributedDataParallel, "__init__", _with_own_reduction))
+        contexts.enter_context(replaced(rnn, "_VF", lambda functions: _RecurrentFunctions(functions)))
+        contexts.enter_context(replaced(rnn, "invert_permutation", lambda _: _invert_permutation))
+        for module_name, name in _LOOKS_FOR_FAKES:
+            if hasattr(sys.modules.get(module_name), name):
+                contexts.enter_context(replaced(sys.modules[module_name], name, lambda _: _is_never))
+        for name, exchange in _EXCHANGES.items():
+            for owner in (dist, distributed_c10d):
+                contexts.enter_context(replaced(owner, name, functools.partial(_instead, exchange)))
+        contexts.enter_context(replaced(flat_param.FlatParamHandle, "_all_gather_flat_param", lambda _: _gather_flat))
+        contexts.enter_context(replaced(flat_param.FlatParamHandle, "_get_unpadded_shard", lambda _: _shard_of_flat))
+        contexts.enter_context(replaced(fsdp_runtime, "_get_reduce_scatter_tensors", lambda _: _tensors_to_reduce))
         yield
 
 
@@ -63,7 +73,8 @@ def _with_own_reduction(build: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(build)
     def build_with_reduction(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        build(self, *args, **kwargs)
+        with replaced(dist, "_compute_bucket_assignment_by_size", functools.partial(_assign_as_rebuilt, self)):
+            build(self, *args, **kwargs)
         self.register_comm_hook(self.process_group, reduce)
         reducer: Any = _ReducerWithFirstBuckets(self.reducer)
         self.reducer = reducer
@@ -71,11 +82,31 @@ def _with_own_reduction(build: Callable[..., None]) -> Callable[..., None]:
     return build_with_reduction
 
 
+#: The size of DDP's first bucket, of the gradients that are there first.
+_FIRST_BUCKET = 1 << 20
+
+
+def _assign_as_rebuilt(module: DistributedDataParallel, assign: Callable[..., Any]) -> Callable[..., Any]:
+    """Put gradients into buckets at once as DDP would after the first backward pass.
+
+    It begins with one bucket, and rebuilds when it knows in which order gradients are ready. It is taken to be the
+    reverse of that of the parameters.
+    """
+
+    def assign_(parameters: list[Tensor], limits: Any, expects_sparse: list[bool]) -> Any:
+        limits = [_FIRST_BUCKET, module.bucket_bytes_cap]
+        buckets, bucket_limits = assign(parameters[::-1], limits, expects_sparse[::-1])
+        last = len(parameters) - 1
+        # DDP reverses the order of the buckets
+        return [[last - index for index in bucket] for bucket in reversed(buckets)], bucket_limits[::-1]
+
+    return assign_
+
+
 class _ReducerWithFirstBuckets:
     """DDP's reducer, which does not rebuild its buckets after the first backward pass.
 
-    To rebuild them, ranks exchange an order of gradients in memory that fakes don't have. Rebuilt buckets would hold
-    the same gradients in that order, and so as many bytes.
+    To rebuild them, ranks exchange an order of gradients in memory that fakes don't have.
     """
 
     def __init__(self, reducer: Any) -> None:
@@ -86,6 +117,76 @@ class _ReducerWithFirstBuckets:
 
     def _rebuild_buckets(self) -> bool:
         return False
+
+
+class _RecurrentFunctions:
+    """torch's functions of recurrent layers, with a ``pad_packed_sequence()`` that writes to no fake's memory."""
+
+    def __init__(self, functions: Any) -> None:
+        self._functions = functions
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._functions, name)
+
+    def _pad_packed_sequence(
+        self, rows: Tensor, sizes: Tensor, is_batch_first: bool, padding_value: float, total_length: int
+    ) -> tuple[Tensor, Tensor]:
+        counts = sizes.tolist()
+        padded = rows.new_full((max(len(counts), total_length), counts[0], *rows.shape[1:]), padding_value)
+        start = 0
+        for step, count in enumerate(counts):
+            padded[step, :count] = rows[start : start + count]
+            start += count
+        lengths = [sum(count > sequence for count in counts) for sequence in range(counts[0])]
+        with no_dispatch():
+            real_lengths = torch.tensor(lengths)
+        return padded.transpose(0, 1) if is_batch_first else padded, real_lengths
+
+
+def _invert_permutation(permutation: Tensor | None) -> Tensor | None:
+    """The order that undoes another: torch's own writes it to a tensor that is not filled, and so not known."""
+    return None if permutation is None else permutation.argsort()
+
+
+#: Functions by which libraries learn that a tensor is fake, to compute what a compiler can follow: masks of attention,
+#: of which an eager run needs none where nothing is padded.
+_LOOKS_FOR_FAKES = (("transformers.utils.import_utils", "is_fake_tensor"),)
+
+
+def _is_never(tensor: object) -> bool:
+    return False
+
+
+def _instead(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    return replacement
+
+
+def _all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+    object_list[:] = [obj] * len(object_list)
+
+
+def _gather_object(obj: Any, object_gather_list: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
+    if object_gather_list is not None:
+        object_gather_list[:] = [obj] * len(object_gather_list)
+
+
+def _broadcast_object_list(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
+    """Nothing to do: the peers have what this rank has."""
+
+
+def _scatter_object_list(
+    scatter_object_output_list: list[Any], scatter_object_input_list: list[Any] | None = None, *args: Any, **kwargs: Any
+) -> None:
+    scatter_object_output_list[0] = (scatter_object_input_list or [None])[0]
+
+
+#: What stands for torch's exchanges of objects, which are bytes of tensors: imagined peers give what this rank gives.
+_EXCHANGES: dict[str, Callable[..., None]] = {
+    "all_gather_object": _all_gather_object,
+    "gather_object": _gather_object,
+    "broadcast_object_list": _broadcast_object_list,
+    "scatter_object_list": _scatter_object_list,
+}
 
 
 #: The methods that compute with a mesh's tensor of ranks, whose values they need.
@@ -196,7 +297,14 @@ def _added(owner: type, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+def replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """A context in which an attribute of a class or a module is another one.
+
+    Args:
+        owner: The class, or the module.
+        name: The attribute.
+        wrap: Makes the other one of the original.
+    """
     original = vars(owner)[name]
     is_static = isinstance(original, staticmethod)
     wrapped = wrap(original.__func__ if is_static else original)

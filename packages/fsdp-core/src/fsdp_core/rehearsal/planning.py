@@ -33,6 +33,7 @@ class Outcome:
         ranks: The number of ranks.
         error: Why it can't be rehearsed, or what the run would raise; ``None`` if it went well.
         peak_bytes: The most bytes of tensors that are live at once on this rank, in the second step.
+        beside_tensors: What the device needs beside them, in bytes, by what it is; empty for a CPU.
         by_content: These bytes by what they hold, the largest first.
         phase: The phase of the peak.
         module: The unit that computes at the peak, by name; empty outside of units.
@@ -53,6 +54,7 @@ class Outcome:
     ranks: int
     error: str | None = None
     peak_bytes: int = 0
+    beside_tensors: Mapping[str, int] = field(default_factory=dict)
     by_content: Mapping[str, int] = field(default_factory=dict)
     phase: str = ""
     module: str = ""
@@ -67,9 +69,14 @@ class Outcome:
     curve: Curve | None = None
     expected_seconds: tuple[float, float] | None = None
 
+    @property
+    def needed_bytes(self) -> int:
+        """The bytes that the device needs."""
+        return self.peak_bytes + sum(self.beside_tensors.values())
+
     def fits(self, memory: int) -> bool:
         """Whether the run is rehearsed, and needs no more than so many bytes."""
-        return self.error is None and self.peak_bytes <= memory
+        return self.error is None and self.needed_bytes <= memory
 
 
 def devices_here() -> tuple[int, int]:
@@ -95,14 +102,14 @@ def ranked(outcomes: Iterable[Outcome], memory: int) -> list[Outcome]:
         if outcome.error is not None:
             return 2, 0
         if not outcome.fits(memory):
-            return 1, outcome.peak_bytes
+            return 1, outcome.needed_bytes
         return 0, outcome.ranks == 1, outcome.sent_bytes, outcome.flops, outcome.operations
 
     return sorted(outcomes, key=cost)
 
 
 def rehearse_candidate(
-    fit: CaughtFit | CaughtLoop, candidate: Candidate, rank: int = 0, *, draws: bool = False
+    fit: CaughtFit | CaughtLoop, candidate: Candidate, rank: int = 0, *, draws: bool = False, device: str = "cpu"
 ) -> Outcome:
     """Rehearse a fit with a strategy, in a process that is forked for it.
 
@@ -111,22 +118,25 @@ def rehearse_candidate(
         candidate: The strategy.
         rank: The rank that is played.
         draws: Whether the memory over the step is to be drawn.
+        device: The kind of device, one of :data:`~fsdp_core.device_names.REHEARSED`.
     """
     facts: dict[str, Any] = {"code": candidate.code, "strategy": candidate.strategy, "ranks": candidate.ranks}
     try:
         if isinstance(fit, CaughtLoop):
+            if device != "cpu":
+                raise ShardingError(f"a loop under Fabric is planned for the CPU alone, not for {device}")
             return fit.rehearse(
                 candidate,
                 rank,
                 summarize=lambda rehearsal: _outcome(facts, rehearsal, draws),
                 explain=lambda error: Outcome(**facts, error=_explain(error)),
             )
-        return call_in_fork(lambda: _rehearse(fit, candidate, rank, draws))
+        return call_in_fork(lambda: _rehearse(fit, candidate, rank, draws, device))
     except ShardingError as error:
         return Outcome(**facts, error=first_line(error))
 
 
-def _rehearse(fit: CaughtFit, candidate: Candidate, rank: int, draws: bool) -> Outcome:
+def _rehearse(fit: CaughtFit, candidate: Candidate, rank: int, draws: bool, device: str) -> Outcome:
     facts: dict[str, Any] = {"code": candidate.code, "strategy": candidate.strategy, "ranks": candidate.ranks}
     try:
         rehearsal = rehearse_fit(
@@ -139,6 +149,7 @@ def _rehearse(fit: CaughtFit, candidate: Candidate, rank: int, draws: bool) -> O
                 ranks=candidate.ranks,
                 rank=rank,
                 precision=fit.trainer_keywords.get("precision"),
+                device=device,
             )
         )
     except Exception as error:
@@ -168,6 +179,7 @@ def _outcome(facts: Mapping[str, Any], rehearsal: Rehearsal, draws: bool) -> Out
     return Outcome(
         **facts,
         peak_bytes=peak.nbytes,
+        beside_tensors=rehearsal.beside_tensors,
         by_content={str(content): nbytes for content, nbytes in peak.by_content.items()},
         phase=peak.phase,
         module=peak.module,

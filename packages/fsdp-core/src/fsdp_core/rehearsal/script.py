@@ -9,7 +9,7 @@ import runpy
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -19,10 +19,12 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric import Fabric
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities import CombinedLoader
 
 from fsdp_core.errors import ShardingError, first_line
 from fsdp_core.rehearsal.fabric_loop import CaughtLoop, LoopGoesOn, LoopRehearsal
 from fsdp_core.rehearsal.fit import takes_part
+from fsdp_core.rehearsal.unfilled_weights import UnfilledWeights
 from fsdp_core.rehearsal.users_code import line_of_call, line_of_error
 from fsdp_core.state.fqn import unwrap_compiled
 
@@ -141,12 +143,14 @@ def run_script(
     if not as_module and not Path(script).is_file():
         raise ShardingError(f"there is no script {script!r}.\nGive its path; or the name of a module, after -m.")
     caught = 0
+    weights = UnfilledWeights()
 
     def count(fit: CaughtFit | CaughtLoop) -> None:
         nonlocal caught
         caught += 1
         try:
-            on_fit(fit)
+            with weights.filled():
+                on_fit(fit)
         except Exception as error:
             raise _OwnError from error  # which is none of the script's, nor for its handlers
         if caught == fits or isinstance(fit, CaughtLoop):
@@ -154,7 +158,11 @@ def run_script(
 
     failure: str | None = None
     cause: BaseException | None = None
-    with _fits_caught(count, batches, patience, ranks) as going_on, _as_main(script, arguments, as_module):
+    with (
+        _fits_caught(count, batches, patience, ranks) as going_on,
+        _as_main(script, arguments, as_module),
+        weights,
+    ):
         try:
             try:
                 if as_module:
@@ -244,7 +252,7 @@ def _fits_caught(
             train_dataloaders, datamodule = None, train_dataloaders
         module: Any = unwrap_compiled(model)
         started = time.perf_counter()
-        loader = _loader_of(self, module, train_dataloaders, datamodule)
+        loader = _combined(_loader_of(self, module, train_dataloaders, datamodule))
         drawn = _first_batches(loader, count, patience)
         caught = CaughtFit(
             module=module,
@@ -322,20 +330,25 @@ def _loader_of(trainer: pl.Trainer, module: pl.LightningModule, loaders: Any, da
     return source.train_dataloader()
 
 
-def _length(loader: Any) -> int | None:
+def _combined(loaders: Any) -> CombinedLoader:
+    """A loader that draws a batch of each, as Lightning combines several in a dict or a list."""
+    return loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
+
+
+def _length(loader: CombinedLoader) -> int | None:
     try:
         return len(loader)
     except (TypeError, NotImplementedError):  # an iterable dataset
         return None
 
 
-def _first_batches(loader: Any, count: int, patience: float) -> list[Any]:
+def _first_batches(loader: CombinedLoader, count: int, patience: float) -> list[Any]:
     """The first batches of a loader, which gets some time for them."""
     answer: list[Any] = []
 
     def take() -> None:
         try:
-            answer.append(list(islice(loader, count)) if isinstance(loader, Iterable) else [loader])
+            answer.append([batch for batch, _, _ in islice(loader, count)])
         except BaseException as error:
             answer.append(error)
 

@@ -30,13 +30,18 @@ from torch.distributed.fsdp import _runtime_utils as fsdp_runtime
 # Functional collectives name their group; no public function finds it.
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]  # isort: skip
 
+# On which devices optimizers compute with lists of tensors; no public name says it.
+from torch.utils import _foreach_utils as foreach_utils
+
 # Without it, what a rehearsal computes for real would be made fake.
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
+    "CTC_LOSS",
     "GROUPED_MM",
     "ITEM",
+    "PACK_PADDED",
     "UNIQUE",
     "DynamicOutputShapeException",
     "FakeCopyMode",
@@ -44,6 +49,7 @@ __all__ = [
     "FakeTensorMode",
     "active_fake_mode",
     "flat_param",
+    "foreach_utils",
     "fsdp_runtime",
     "group_named",
     "is_mutable",
@@ -55,9 +61,12 @@ __all__ = [
     "tree_map_only",
 ]
 
-#: The operators of ``tensor.item()``, ``tensor.unique()`` and products of matrices in groups.
+#: The operators of ``tensor.item()``, ``tensor.unique()``, products of matrices in groups, ``pack_padded_sequence()``
+#: and ``ctc_loss()``.
 ITEM, UNIQUE = torch.ops.aten._local_scalar_dense.default, torch.ops.aten._unique2.default
 GROUPED_MM = torch.ops.aten._grouped_mm.default
+PACK_PADDED = torch.ops.aten._pack_padded_sequence.default
+CTC_LOSS = torch.ops.aten._ctc_loss.Tensor
 
 
 def operator_name(func: Any) -> str:
