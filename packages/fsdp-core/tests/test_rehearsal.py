@@ -23,6 +23,7 @@ from fsdp_core.cli.rehearse import rehearse
 from fsdp_core.errors import ShardingError
 from fsdp_core.rehearsal.candidates import Candidate
 from fsdp_core.rehearsal.collectives import Collective, total_sent
+from fsdp_core.rehearsal.fit import RehearsedRun, rehearse_fit
 from fsdp_core.rehearsal.known_values import KnownValues
 from fsdp_core.rehearsal.memory import MemoryMode
 from fsdp_core.rehearsal.picture import curve_of
@@ -282,6 +283,15 @@ LightningCLI(Net, Data)
     fits: list[Any] = []
     run_script(path, ["fit", "--trainer.max_epochs=3", "--trainer.logger=false"], fits.append)
     assert fits[0].trainer_arguments["max_epochs"] == 3
+
+
+def test_an_optimizer_that_is_made_before_the_fit_follows_the_module() -> None:
+    """LightningCLI makes one of ``--optimizer``."""
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters())
+    net.configure_optimizers = lambda: {"optimizer": optimizer}  # type: ignore[method-assign]
+    rehearsal = rehearse_fit(RehearsedRun(build=lambda: net, batch=torch.ones(4, 8), batches=10))
+    assert rehearsal.step.peak("cpu").by_content["optimizer state"] >= 2 * 4 * rehearsal.numel
 
 
 # -- a fit -------------------------------------------------------------------------------------------------------------
