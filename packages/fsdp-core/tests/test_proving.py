@@ -115,7 +115,7 @@ def test_a_gradient_that_one_run_lacks_is_zero() -> None:
     ],
 )
 def test_what_can_not_be_told(right: Any, other: Any, perturbed: Any, why: str) -> None:
-    base = [] if perturbed is None else [new_run(right), new_run(perturbed)]
+    base = [] if perturbed is None else [(new_run(right), new_run(perturbed))]
     assert why in compare_runs(new_run(right), new_run(other), base).unclear
 
 

@@ -102,11 +102,13 @@ def find_fault(
         return Fault(name="backend", words=f"{FAULTS['backend']}, and ranks can't be played in turn: {detailed.words}")
     enough = right.numel() > 4 * len(detailed.rank_gradients[step])
     shares = [shares_of_ranks(each, detailed, step, name if enough else None) for each in runs]
-    if shares[rank] is not None:
+    own = shares[rank]
+    if own is not None and any(abs(share - 1 / len(own)) > _SHARE_TOLERANCE for share in own):
         return _fault_of_shares(shares, rank, accumulate)
     if step > 0 and _has_gradient_of(train_with_old_weights(), step, name, gradient):
         return Fault(name="stale", words=FAULTS["stale"])
-    return Fault(name="backend", words="it is no weighted sum of the ranks' gradients")
+    what = "it is no weighted sum of the ranks' gradients" if own is None else "it is their average in other digits"
+    return Fault(name="backend", words=what)
 
 
 def _fault_of_shares(shares: Sequence[list[float] | None], rank: int, accumulate: int) -> Fault:

@@ -117,15 +117,17 @@ class _References:
     whole_accumulated: TrainedRun | Failed
     in_turn: TrainedRun | Failed
     in_turn_accumulated: TrainedRun | Failed
-    perturbed: TrainedRun | Failed
+    perturbed: Sequence[tuple[TrainedRun | Failed, TrainedRun | Failed]]
     seconds: float
 
     @property
-    def stability(self) -> list[TrainedRun]:
-        """A run, and the same run with changed weights."""
-        base = self.in_turn if isinstance(self.whole_batch, Failed) else self.whole_batch
-        runs = [run for run in (base, self.perturbed) if isinstance(run, TrainedRun)]
-        return runs if len(runs) == 2 else []
+    def stability(self) -> list[tuple[TrainedRun, TrainedRun]]:
+        """Runs, each with the same run with changed weights."""
+        return [
+            (run, changed)
+            for run, changed in self.perturbed
+            if isinstance(run, TrainedRun) and isinstance(changed, TrainedRun)
+        ]
 
     @property
     def random(self) -> str:
@@ -180,16 +182,18 @@ class _Prover:
         if is_alone:  # with whom, if all rows are here?
             alone = [self.reference(in_turn=False, accumulate=n, is_alone=True) for n in (1, ACCUMULATE)]
             whole_batch, runs["whole_accumulated"] = self.train(alone)
-        if isinstance(whole_batch, TrainedRun) or not is_manual:
-            in_turn = isinstance(whole_batch, Failed)
-            changed = self.reference(in_turn=in_turn, is_alone=is_alone and not in_turn, is_perturbed=True)
-            runs["perturbed"] = self.train([changed])[0]
+        in_turn = runs.get("in_turn", not_played)
+        # a rank's part may be less stable than a whole batch, as batch norms over two rows are
+        bases = [(run, turn) for run, turn in ((whole_batch, False), (in_turn, True)) if isinstance(run, TrainedRun)]
+        changed = self.train(
+            [self.reference(in_turn=turn, is_alone=is_alone and not turn, is_perturbed=True) for _, turn in bases]
+        )
         return _References(
             whole_batch=whole_batch,
             whole_accumulated=runs.get("whole_accumulated", whole_batch),
-            in_turn=runs.get("in_turn", not_played),
+            in_turn=in_turn,
             in_turn_accumulated=runs.get("in_turn_accumulated", not_played),
-            perturbed=runs.get("perturbed", not_played),
+            perturbed=[(run, other) for (run, _), other in zip(bases, changed, strict=True)],
             seconds=time.monotonic() - started,
         )
 

@@ -136,14 +136,16 @@ class Comparison:
         return self.difference is None and not self.unclear
 
 
-def compare_runs(expected: TrainedRun, actual: TrainedRun, perturbed: Sequence[TrainedRun] = ()) -> Comparison:
+def compare_runs(
+    expected: TrainedRun, actual: TrainedRun, perturbed: Sequence[tuple[TrainedRun, TrainedRun]] = ()
+) -> Comparison:
     """Compare two runs that should be the same but for the order of additions: gradients first, then weights.
 
     Args:
         expected: The run that is right.
         actual: The other one.
-        perturbed: Nothing, or a run and the same run whose weights were changed in the 13th digit: what that changes,
-            rounding may change too.
+        perturbed: Runs, each with the same run whose weights were changed in the 13th digit: what that changes, rounding
+            may change too.
     """
     coarsest = min((expected.coarsest, actual.coarsest), key=lambda dtype: -torch.finfo(dtype).eps)
     tolerance = TOLERANCE.get(coarsest, TOLERANCE[torch.float64])
@@ -207,14 +209,21 @@ def _differences(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> I
             yield name, _largest(value - other), _largest(value)
 
 
-def _sensitivities(perturbed: Sequence[TrainedRun], step: int) -> dict[str, float]:
-    """How much gradients and weights of a step change if weights do in their 13th digit, by name."""
-    if len(perturbed) < 2 or any(len(run.steps) <= step for run in perturbed):
-        return {}
-    run, changed = (perturbed_run.steps[step] for perturbed_run in perturbed)
-    sensitivities = {name: difference for name, difference, _ in _differences(run.gradients, changed.gradients)}
-    for name, difference, scale in _differences(run.weights, changed.weights):
-        sensitivities["weight " + name] = difference / scale if scale else 0.0
+def _sensitivities(perturbed: Sequence[tuple[TrainedRun, TrainedRun]], step: int) -> dict[str, float]:
+    """How much gradients and weights of a step change at most if weights do in their 13th digit, by name."""
+    sensitivities: dict[str, float] = {}
+
+    def note(name: str, change: float) -> None:
+        sensitivities[name] = max(change, sensitivities.get(name, 0.0))
+
+    for run, changed_run in perturbed:
+        if min(len(run.steps), len(changed_run.steps)) <= step:
+            continue
+        before, after = run.steps[step], changed_run.steps[step]
+        for name, difference, _ in _differences(before.gradients, after.gradients):
+            note(name, difference)
+        for name, difference, scale in _differences(before.weights, after.weights):
+            note("weight " + name, difference / scale if scale else 0.0)
     return sensitivities
 
 

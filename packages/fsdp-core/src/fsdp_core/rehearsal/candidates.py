@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lightning.fabric.strategies import Strategy
+from lightning.fabric.strategies import Strategy as FabricStrategy
+from lightning.pytorch.strategies import Strategy as TrainerStrategy
 from torch import nn
 
 from fsdp_core.device_names import ANY_ACCELERATOR
@@ -33,7 +34,7 @@ class Candidate:
     strategy: str
     options: Mapping[str, Any] = field(default_factory=dict)
     ranks: int = 1
-    as_written: Strategy | None = None
+    as_written: TrainerStrategy | FabricStrategy | None = None
 
     @property
     def code(self) -> str:
@@ -78,7 +79,7 @@ def candidates_for(
     """
     candidates = [Candidate(strategy="auto")]
     refused: dict[str, str] = {}
-    if isinstance(script_strategy, Strategy):
+    if isinstance(script_strategy, TrainerStrategy | FabricStrategy):
         name = str(getattr(script_strategy, "strategy_name", type(script_strategy).__name__))
         candidates.append(Candidate(strategy=name, ranks=ranks, as_written=script_strategy))
     if ranks == 1:
@@ -158,7 +159,7 @@ def candidate_of(script_strategy: object, name: str | None, ranks: int) -> Candi
     Raises:
         ShardingError: The script's own is none that shards, or can't be rehearsed.
     """
-    if name is None and isinstance(script_strategy, Strategy):
+    if name is None and isinstance(script_strategy, TrainerStrategy | FabricStrategy):
         label = str(getattr(script_strategy, "strategy_name", type(script_strategy).__name__))
         return Candidate(strategy=label, ranks=ranks, as_written=script_strategy)
     if name is None and isinstance(script_strategy, str) and script_strategy.lower() in registry.strategies():

@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 from lightning.pytorch import callbacks
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.lightning.strategy import ShardedStrategy
@@ -25,7 +26,7 @@ from fsdp_core.rehearsal.known_values import Assumption, KnownValues
 from fsdp_core.rehearsal.memory import MemoryMode, StepRecord
 from fsdp_core.rehearsal.modules_on_fakes import fakes_allowed
 from fsdp_core.rehearsal.step_marks import EnoughSteps, StepMarks
-from fsdp_core.torch_private.fake_tensors import FakeCopyMode, FakeTensorMode, tree_map_only
+from fsdp_core.torch_private.fake_tensors import FakeCopyMode, FakeTensorMode, tree_leaves, tree_map_only
 from fsdp_core.torch_private.tensors import is_fake
 
 __all__ = ["Rehearsal", "RehearsedRun", "quietly", "rehearse_fit", "takes_part"]
@@ -118,8 +119,9 @@ def rehearse_fit(run: RehearsedRun) -> Rehearsal:
         contexts.enter_context(fake_mode)
         contexts.enter_context(memory)
         contexts.enter_context(values)
-        module = run.build()
-        module = _with_fake_tensors(module, fake_mode, values)
+        real_module = run.build()
+        module = _with_fake_tensors(real_module, fake_mode, values)
+        _follow_parameters(module, real_module)
         memory.take(module.parameters(), "parameters")
         memory.take(module.buffers(), "buffers")
         numel = sum(parameter.numel() for parameter in module.parameters())
@@ -204,6 +206,23 @@ def _with_fake_tensors(
     for fake, real in zip(on_fakes.buffers(), module.buffers(), strict=True):
         values.know(fake, real)
     return on_fakes
+
+
+def _follow_parameters(module: pl.LightningModule, real_module: pl.LightningModule) -> None:
+    """Let optimizers that were made before, as LightningCLI makes one, hold the fake parameters of the copy."""
+    configure = module.configure_optimizers
+    pairs = zip(real_module.parameters(), module.parameters(), strict=True)
+    fakes = {id(real): fake for real, fake in pairs if real is not fake}
+
+    def configure_optimizers() -> Any:
+        configured = configure()
+        for leaf in tree_leaves(configured):
+            if isinstance(leaf, Optimizer):
+                for group in leaf.param_groups:
+                    group["params"] = [fakes.get(id(parameter), parameter) for parameter in group["params"]]
+        return configured
+
+    module.configure_optimizers = configure_optimizers  # type: ignore[method-assign]
 
 
 class _FakeBatches:
