@@ -74,8 +74,9 @@ _OF_PARAMETER = (
     "of a parameter would see this rank's piece of it alone: parameters are shards.\n"
     "A penalty over all parameters belongs into the optimizer (weight_decay); one on the parameters of a unit is right "
     "in the unit's own forward(), and one on what belongs to no unit in training_step(), under Fabric in a method that "
-    "model.mark_forward_method() names. For values, write with fsdp_core.gathered(module): on all ranks, between "
-    "steps; or let fsdp_core.full_state_dict(module) give them to rank 0."
+    "model.mark_forward_method() names. A layer inside of a unit is called by the unit; auto_wrap_policy={MyBlock} "
+    "names other units, and with None all layers belong to none. For values, write with fsdp_core.gathered(module): on "
+    "all ranks, between steps; or let fsdp_core.full_state_dict(module) give them to rank 0."
 )
 
 

@@ -301,8 +301,8 @@ def _describe_all_locations(members: Collection[Member], reports: Mapping[int, R
     else:
         distribution = "at different places"
         explanation = (
-            "Some have left out a call that the others have made, such as backward(), or made one alone: look at what "
-            "comes before these places."
+            "Some have left out a call that the others have made, such as backward(), or made one alone, as in a loop "
+            "that each rank ends by its own values: look at what comes before these places."
         )
     return (
         f"ranks have waited for each other for {waited:g} s, {distribution}. {' '.join(descriptions)}\n"

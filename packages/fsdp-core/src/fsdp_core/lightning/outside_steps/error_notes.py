@@ -144,7 +144,7 @@ _WRITE_IN_STEP_NOTE = (
     "fsdp-core: a tensor and a DTensor were mixed in a write: in a step a parameter of no unit is gathered, "
     "and its gradient is a shard, as of self.parameters() in p.add_(p.grad).\n"
     "Write to what the optimizer holds, for p in optimizer.param_groups[0]['params'], which are shards too; or "
-    "to self.parameters() in on_train_batch_end()."
+    "to self.parameters() between steps, as in on_train_batch_end() or on_validation_start()."
 )
 _WRITE_NOTE = (
     "fsdp-core: a tensor was written to with a DTensor: a parameter without dimensions is no DTensor, and a "
