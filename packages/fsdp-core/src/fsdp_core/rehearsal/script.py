@@ -390,7 +390,7 @@ def fit_of_trainer(
     """
     module = unwrap_compiled(module)
     started = time.perf_counter()
-    loader = _loader_of(trainer, module, loaders, datamodule)
+    loader = _combined(_loader_of(trainer, module, loaders, datamodule))
     drawn = _first_batches(loader, 1, 60.0)
     keywords = {name: getattr(trainer, name) for name in _KEPT_BY_TRAINERS}
     return CaughtFit(
