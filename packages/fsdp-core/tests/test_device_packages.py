@@ -74,8 +74,11 @@ def test_without_a_device_auto_is_the_cpu_and_the_kind_is_refused(site: Site) ->
         from fsdp_core import devices
 
         assert devices.accelerator_kind() == "npu"
-        for accelerator in ("npu", "tpu", "npuu", "xyz"):
+        for accelerator in ("npu", "tpu", "npuu", "xyz", "npu,cpu", ["npu", "cpu"]):
             print(failure(lambda: L.Trainer(strategy="anywhere", accelerator=accelerator, logger=False)))
+        from fsdp_core.lightning.accelerators import TorchAccelerator
+        for number in ("two", -2, 1.5):
+            print(failure(lambda: TorchAccelerator.parse_devices(number)))
         assert devices.current_device(initialize=True).type == "cpu"
         assert not devices.can_pin_memory("npu")
         assert L.Trainer(strategy="auto", accelerator="auto", logger=False).strategy.root_device.type == "cpu"
@@ -96,6 +99,9 @@ def test_without_a_device_auto_is_the_cpu_and_the_kind_is_refused(site: Site) ->
         "Known are auto, cpu, cuda, gpu, mps, npu, tpu; and with packages of theirs, hpu, mlu, musa,",
         "torch.utils.rename_privateuse1_backend('xyz')",
         "`fsdp doctor --device xyz`",
+        "accelerator='npu,cpu': a run is on devices of one kind",
+        "accelerator=['npu', 'cpu']: a run is on devices of one kind.",
+        *(f"devices={number!r} is neither a number of devices nor their indices" for number in ("two", -2, 1.5)),
     )
 
 
@@ -143,6 +149,35 @@ def test_a_device_that_only_emulates_bf16_does_not_support_it(monkeypatch: pytes
     monkeypatch.setattr(devices, "accelerator_kind", lambda: "xpu")
     assert not supports_bf16(lambda including_emulation=True: including_emulation)
     assert supports_bf16(lambda: True)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace())
+    monkeypatch.setattr(devices, "accelerator_kind", lambda: "meta")
+    assert not devices.supports_bf16(torch.device("meta"))  # which can't be asked, and computes nothing
+
+
+def test_memory_that_the_host_has_not_got_is_not_a_device_without_pinned_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failures = [torch.OutOfMemoryError("no memory"), RuntimeError("no allocator"), RuntimeError("no allocator")]
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise failures.pop(0)
+
+    def report_failure() -> None:
+        raise RuntimeError("a kernel has failed")
+
+    monkeypatch.setattr(devices, "accelerator_kind", lambda: "xpu")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", fail)
+    devices.can_pin_memory.cache_clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        devices.can_pin_memory("xpu")
+    monkeypatch.setattr(torch.accelerator, "synchronize", report_failure)
+    with pytest.raises(RuntimeError, match="a kernel has failed"):
+        devices.can_pin_memory("xpu")
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    with pytest.warns(RuntimeWarning, match="no allocator"):
+        assert not devices.can_pin_memory("xpu")
+    devices.can_pin_memory.cache_clear()
 
 
 def test_a_device_without_float64_is_asked_once_and_summed_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar
 
+import pytest
+
 from fsdp_core import Capability
-from fsdp_core.testing import oracle
+from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.meshes import LINES, DeclaredMesh
 from fsdp_core.testing.pairs.dimensions import of_option
 from fsdp_core.testing.suite import PresetSuite, StrategySuite
+from fsdp_core.testing.suite.numerics.pairs import assert_equals_plain
+from fsdp_core.testing.training import accelerator
 
 # FSDP1's own option for what is reshard_after_forward elsewhere
 ASKS = {Capability.RESHARD_AFTER_FORWARD: {"sharding_strategy": "SHARD_GRAD_OP"}}
@@ -81,6 +86,14 @@ class TestNative(StrategySuite):
             "FSDP1 adds up what it has not reduced in the dtype that it computes in; sync_each_batch=True adds in fp32"
         ),
     }
+
+
+@pytest.mark.skipif(accelerator() == "cpu", reason="there is nothing to offload from")
+def test_offloaded_gradients_of_units_gathered_in_bf16(ranks: Ranks, tmp_path: Path) -> None:
+    """A reduced gradient in fp32 is added to by the next pass, whose unit is whole and in bf16."""
+    labels = {"sharding_strategy": "NO_SHARD", "cpu_offload": "True", "precision": "bf16-mixed"}
+    more = {"front_end": "fabric", "accumulate": "2", "sync_each_batch": "True"}
+    assert_equals_plain(ranks, tmp_path, TestNative, **labels, **more)
 
 
 class TestNativeWithOffload(PresetSuite):

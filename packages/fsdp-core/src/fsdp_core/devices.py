@@ -209,12 +209,12 @@ def group_for(kind: str) -> str:
 
 
 def supports_bf16(device: torch.device) -> bool:
-    """Whether a device computes in bf16 by itself. Initialises it. A device module that can't be asked is trusted."""
+    """Whether a device computes in bf16 by itself. Initialises it. Where its module can't be asked, it is tried."""
     if not is_accelerator(device):
         return True
     is_supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
     if is_supported is None:
-        return True
+        return _computes_in(torch.bfloat16, device)
     has_choice = "including_emulation" in signature(is_supported).parameters  # torch.cuda's, torch.xpu's, torch.npu's
     return bool(is_supported(including_emulation=False) if has_choice else is_supported())
 
@@ -222,10 +222,14 @@ def supports_bf16(device: torch.device) -> bool:
 @cache
 def has_float64(kind: str) -> bool:
     """Whether a kind of accelerator computes in float64; some XPUs and MPS, for example, do not. Initialises it."""
-    if kind != accelerator_kind():
-        return True
+    return kind != accelerator_kind() or _computes_in(torch.float64, torch.device(kind))
+
+
+def _computes_in(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a device multiplies matrices of a dtype."""
     try:
-        return float(torch.ones(1, dtype=torch.float64, device=kind).sum()) == 1.0
+        ones = torch.ones(2, 2, dtype=dtype, device=device)
+        return float((ones @ ones).sum()) == 8.0
     except (RuntimeError, TypeError, NotImplementedError):
         return False
 
@@ -235,12 +239,18 @@ def can_pin_memory(kind: str) -> bool:
     """Whether torch can allocate host memory that a kind of accelerator copies from and to beside the host's work.
 
     Warns where an accelerator can't.
+
+    Raises:
+        RuntimeError: The host has no memory, or the device has failed in what was queued on it before.
     """
     if kind != accelerator_kind() or not torch.accelerator.is_available():
         return False
     try:
         reason = "" if torch.empty(1, pin_memory=True).is_pinned() else "is_pinned() is False"
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
     except (RuntimeError, NotImplementedError) as error:
+        torch.accelerator.synchronize()  # raises a failure of the device, which an allocation may report in its place
         reason = _first_line(error)
     if reason:
         warn(

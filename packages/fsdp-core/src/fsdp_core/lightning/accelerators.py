@@ -59,16 +59,26 @@ class TorchAccelerator(Accelerator, FabricAccelerator):
         """The indices of the devices that ``devices=`` names: a number, ``-1`` for all, or indices.
 
         Raises:
-            StrategyUnavailableError: This machine has fewer.
+            StrategyUnavailableError: This machine has fewer, or it is none of these.
         """
         is_list = isinstance(devices, str) and "," in devices
         count = torch.accelerator.device_count()
-        if is_list:
-            indices = [int(index) for index in str(devices).split(",") if index.strip()]
-        elif isinstance(devices, int | str):
-            indices = list(range(count if int(devices) == -1 else int(devices)))
-        else:
-            indices = list(devices)
+        number = 0
+        try:
+            if is_list:
+                indices = [int(index) for index in str(devices).split(",") if index.strip()]
+            elif isinstance(devices, int | str):
+                number = count if int(devices) == -1 else int(devices)
+                indices = list(range(number))
+            else:
+                indices = [int(index) for index in devices]
+        except (TypeError, ValueError):
+            number = -1
+        if number < 0:
+            raise StrategyUnavailableError(
+                f"devices={devices!r} is neither a number of devices nor their indices.\n"
+                f"Write a number of at most {count}, indices below it such as [0], or -1 or 'auto' for all."
+            )
         if len(set(indices)) != len(indices) or any(not 0 <= index < count for index in indices):
             kind = TorchAccelerator.name()
             raise StrategyUnavailableError(

@@ -67,6 +67,8 @@ def _wrap_check(check: Callable[..., None]) -> Callable[..., None]:
     @wraps(check)
     def check_and_resolve(self: Any, *args: Any, strategy: Any, accelerator: Any, **kwargs: Any) -> None:
         runs_on_any = _runs_on_any_accelerator(strategy)
+        if runs_on_any:
+            _refuse_several(accelerator)
         if runs_on_any and isinstance(accelerator, str):
             _refuse_missing(accelerator)
         check(self, *args, strategy=strategy, accelerator=accelerator, **kwargs)
@@ -115,6 +117,20 @@ def _runs_on_any_accelerator(strategy: Any) -> bool:
         return False
     info = {**registry.strategies(), AUTO.name: AUTO}.get(strategy.lower())
     return info is not None and ANY_ACCELERATOR in info.accelerators
+
+
+def _refuse_several(accelerator: Any) -> None:
+    """Refuse several accelerators, which Lightning's connector misses in words of its own.
+
+    Raises:
+        StrategyUnavailableError: It is a list.
+    """
+    names = accelerator.split(",") if isinstance(accelerator, str) else accelerator
+    if isinstance(names, list | tuple | set) and (len(names) > 1 or names is accelerator):
+        raise StrategyUnavailableError(
+            f"accelerator={accelerator!r}: a run is on devices of one kind.\n"
+            f"Write one of them, such as accelerator={next(iter(names), 'auto')!r}, and in devices= how many."
+        )
 
 
 def _refuse_missing(accelerator: str) -> None:
