@@ -69,7 +69,7 @@ def _replace_hooks(group: Any, recorded_graphs: RecordedGraphs) -> None:
         show = partial(_show_shards, *references, parameter_refs)
         # torch registers none where these dictionaries have entries
         of_saves[module] = module.register_state_dict_pre_hook(show)
-        of_loads[module] = module._register_load_state_dict_pre_hook(show)
+        of_loads[module] = module._register_load_state_dict_pre_hook(show, with_module=True)
         module.register_state_dict_post_hook(_show_gathered)
         module.register_load_state_dict_post_hook(_show_gathered)
 
@@ -77,13 +77,14 @@ def _replace_hooks(group: Any, recorded_graphs: RecordedGraphs) -> None:
 def _show_shards(
     group_ref: weakref.ref[Any],
     recorded_graphs_ref: weakref.ref[RecordedGraphs],
-    module_ref: weakref.ref[nn.Module],
+    own_module_ref: weakref.ref[nn.Module],
     parameter_refs: dict[str, weakref.ref[Any]],
+    module: nn.Module,
     *_: Any,
 ) -> None:
-    """Runs before a state dict of a module is read or loaded."""
-    group, recorded_graphs, module = group_ref(), recorded_graphs_ref(), module_ref()
-    if group is None or module is None or group.is_sharded:
+    """Runs before a state dict of a module is read or loaded. A copy of the module has the hook too."""
+    group, recorded_graphs = group_ref(), recorded_graphs_ref()
+    if group is None or module is not own_module_ref() or group.is_sharded:
         return
     is_needed = group._training_state is TrainingState.FORWARD or bool(recorded_graphs)
     if not group.is_unsharded or not is_needed:
