@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 from types import MethodType
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -38,17 +38,18 @@ def follow_state_dicts(units: Sequence[FSDPModule], unused: UnusedParameters) ->
     for unit in units:
         for group in param_groups_of(unit):
             _replace_hooks(group, unused.recorded_graphs)
-    root_ref, unused_ref = weakref.ref(cast("Any", units[-1])), weakref.ref(unused)
+    root: Any = units[-1]
+    root_state_ref, unused_ref = weakref.ref(root._get_fsdp_state()), weakref.ref(unused)
 
     def load_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         try:
             return type(module).load_state_dict(module, *args, **kwargs)
         finally:
-            root, live_unused = root_ref(), unused_ref()
-            if root is not None and live_unused is not None:
-                _gather_loaded(root._get_fsdp_state(), live_unused)
+            root_state, live_unused = root_state_ref(), unused_ref()
+            if root_state is not None and live_unused is not None:
+                _gather_loaded(root_state, live_unused)
 
-    for module in cast("nn.Module", units[-1]).modules():
+    for module in root.modules():
         module.__dict__.setdefault("load_state_dict", MethodType(load_state_dict, module))
 
 
