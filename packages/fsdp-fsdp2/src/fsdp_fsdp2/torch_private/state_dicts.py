@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 from types import MethodType
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -38,17 +38,18 @@ def follow_state_dicts(units: Sequence[FSDPModule], unused: UnusedParameters) ->
     for unit in units:
         for group in param_groups_of(unit):
             _replace_hooks(group, unused.recorded_graphs)
-    root_ref, unused_ref = weakref.ref(cast("Any", units[-1])), weakref.ref(unused)
+    root: Any = units[-1]
+    root_state_ref, unused_ref = weakref.ref(root._get_fsdp_state()), weakref.ref(unused)
 
     def load_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         try:
             return type(module).load_state_dict(module, *args, **kwargs)
         finally:
-            root, live_unused = root_ref(), unused_ref()
-            if root is not None and live_unused is not None:
-                _gather_loaded(root._get_fsdp_state(), live_unused)
+            root_state, live_unused = root_state_ref(), unused_ref()
+            if root_state is not None and live_unused is not None:
+                _gather_loaded(root_state, live_unused)
 
-    for module in cast("nn.Module", units[-1]).modules():
+    for module in root.modules():
         module.__dict__.setdefault("load_state_dict", MethodType(load_state_dict, module))
 
 
@@ -69,7 +70,7 @@ def _replace_hooks(group: Any, recorded_graphs: RecordedGraphs) -> None:
         show = partial(_show_shards, *references, parameter_refs)
         # torch registers none where these dictionaries have entries
         of_saves[module] = module.register_state_dict_pre_hook(show)
-        of_loads[module] = module._register_load_state_dict_pre_hook(show)
+        of_loads[module] = module._register_load_state_dict_pre_hook(show, with_module=True)
         module.register_state_dict_post_hook(_show_gathered)
         module.register_load_state_dict_post_hook(_show_gathered)
 
@@ -77,13 +78,14 @@ def _replace_hooks(group: Any, recorded_graphs: RecordedGraphs) -> None:
 def _show_shards(
     group_ref: weakref.ref[Any],
     recorded_graphs_ref: weakref.ref[RecordedGraphs],
-    module_ref: weakref.ref[nn.Module],
+    own_module_ref: weakref.ref[nn.Module],
     parameter_refs: dict[str, weakref.ref[Any]],
+    module: nn.Module,
     *_: Any,
 ) -> None:
-    """Runs before a state dict of a module is read or loaded."""
-    group, recorded_graphs, module = group_ref(), recorded_graphs_ref(), module_ref()
-    if group is None or module is None or group.is_sharded:
+    """Runs before a state dict of a module is read or loaded. A copy of the module has the hook too."""
+    group, recorded_graphs = group_ref(), recorded_graphs_ref()
+    if group is None or module is not own_module_ref() or group.is_sharded:
         return
     is_needed = group._training_state is TrainingState.FORWARD or bool(recorded_graphs)
     if not group.is_unsharded or not is_needed:
