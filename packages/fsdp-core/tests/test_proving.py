@@ -210,13 +210,14 @@ class CountsRows(Net):
 
 
 class CountsRowsElsewhere(Net):
-    """Counts them where no proof looks."""
+    """Counts them where no proof looks; and where one does, which matters to nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counted: Any = {0}
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        self.calls += len(y)
         weight = len(self.counted)
         self.counted |= set(range(weight, weight + len(y)))
         return weight * super().loss(logits, y)
