@@ -225,8 +225,10 @@ class LoopRehearsal:
         """Send the parent why the script has ended without two steps, and end.
 
         Args:
-            error: What it has raised.
+            error: What it has raised; ``SystemExit`` for nothing.
         """
+        if isinstance(error, SystemExit):
+            error = ShardingError("the script has ended without two optimizer steps of its loop")
         self._switch(on=False)
         self._contexts.close()
         self._end(self._explain(error))
