@@ -217,10 +217,18 @@ class CountsRowsElsewhere(Net):
         self.counted: Any = {0}
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        return super().loss(logits * self.count(y), y)
+
+    def count(self, y: Tensor) -> int:
         self.calls += len(y)
-        weight = len(self.counted)
-        self.counted |= set(range(weight, weight + len(y)))
-        return weight * super().loss(logits, y)
+        count = len(self.counted)
+        self.counted |= set(range(count, count + len(y)))
+        return count
+
+
+class WeighsByWhatItCounts(CountsRowsElsewhere):
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        return Net.loss(self, logits, y) * self.count(y)
 
 
 class ScalesItsRate(Net):
@@ -355,6 +363,11 @@ def test_what_is_wrong_on_ranks_is_named_with_its_cause(cause: str) -> None:
     assert row.remedy
 
 
+def test_a_loss_that_only_weighs_more_is_no_sum() -> None:
+    row = references(WeighsByWhatItCounts)
+    assert (row.verdict, row.cause) == ("differs", "unknown"), row.words
+
+
 @pytest.mark.parametrize(("divides", "verdict"), [(True, "same"), (False, "differs")])
 def test_what_ranks_read(divides: bool, verdict: str) -> None:
     rows = TensorDataset(torch.arange(48).reshape(24, 2), torch.zeros(24, dtype=torch.long))
@@ -399,6 +412,7 @@ def test_a_strategy_is_compared_with_what_can_be_played(module: Callable[[], pl.
     assert proof.rows[1].verdict == "same", proof.rows[1].words
     assert not proof.differences()
     assert proof.rows[1].with_what == ("ranks in turn" if module is DrawsNoise else "whole batch")
+    assert (proof.rows[0].verdict == "same") == (module is not DrawsNoise)
 
 
 def test_only_what_is_installed_is_tried() -> None:

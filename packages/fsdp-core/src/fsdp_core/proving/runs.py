@@ -144,8 +144,8 @@ def compare_runs(
     Args:
         expected: The run that is right.
         actual: The other one.
-        perturbed: Runs, each with the same run whose weights were changed in the 13th digit: what that changes, rounding
-            may change too.
+        perturbed: Runs, each with the same run whose weights were changed in the 13th digit: what that changes,
+            rounding may change too.
     """
     coarsest = min((expected.coarsest, actual.coarsest), key=lambda dtype: -torch.finfo(dtype).eps)
     tolerance = TOLERANCE.get(coarsest, TOLERANCE[torch.float64])
