@@ -109,7 +109,7 @@ class CaughtLoop:
         sender.close()
         try:
             result: T = receiver.recv()
-        except EOFError:
+        except (EOFError, OSError):  # before it has sent anything, or in the middle
             _, status = os.waitpid(child, 0)
             raise ShardingError(how_it_ended(os.waitstatus_to_exitcode(status))) from None
         os.waitpid(child, 0)
