@@ -97,7 +97,7 @@ def seeded(strategy: str, fault: str) -> Any:
 
 #: By fault: what is said of it.
 FAULTS = {
-    "a rank forgets momentum": "gradients are the same, so it is the optimizer",
+    "a rank forgets momentum": "the optimizer loses what it keeps between steps",
     "a rank's gradients are lost": "ranks have shares of 0.5, 0 in it",
 }
 

@@ -210,16 +210,25 @@ class CountsRows(Net):
 
 
 class CountsRowsElsewhere(Net):
-    """Counts them where no proof looks."""
+    """Counts them where no proof looks; and where one does, which matters to nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counted: Any = {0}
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
-        weight = len(self.counted)
-        self.counted |= set(range(weight, weight + len(y)))
-        return weight * super().loss(logits, y)
+        return super().loss(logits * self.count(y), y)
+
+    def count(self, y: Tensor) -> int:
+        self.calls += len(y)
+        count = len(self.counted)
+        self.counted |= set(range(count, count + len(y)))
+        return count
+
+
+class WeighsByWhatItCounts(CountsRowsElsewhere):
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        return Net.loss(self, logits, y) * self.count(y)
 
 
 class ScalesItsRate(Net):
@@ -354,6 +363,11 @@ def test_what_is_wrong_on_ranks_is_named_with_its_cause(cause: str) -> None:
     assert row.remedy
 
 
+def test_a_loss_that_only_weighs_more_is_no_sum() -> None:
+    row = references(WeighsByWhatItCounts)
+    assert (row.verdict, row.cause) == ("differs", "unknown"), row.words
+
+
 @pytest.mark.parametrize(("divides", "verdict"), [(True, "same"), (False, "differs")])
 def test_what_ranks_read(divides: bool, verdict: str) -> None:
     rows = TensorDataset(torch.arange(48).reshape(24, 2), torch.zeros(24, dtype=torch.long))
@@ -398,6 +412,7 @@ def test_a_strategy_is_compared_with_what_can_be_played(module: Callable[[], pl.
     assert proof.rows[1].verdict == "same", proof.rows[1].words
     assert not proof.differences()
     assert proof.rows[1].with_what == ("ranks in turn" if module is DrawsNoise else "whole batch")
+    assert (proof.rows[0].verdict == "same") == (module is not DrawsNoise)
 
 
 def test_only_what_is_installed_is_tried() -> None:

@@ -99,7 +99,7 @@ def prove(
         proofs.append((fit, prove_fit(fit, seconds=timeout, only=only, options=options or None, tell=tell)))
 
     with script_output_on_stderr():
-        run_script(
+        failure = run_script(
             script,
             arguments,
             prove_caught,
@@ -119,11 +119,13 @@ def prove(
             }
             for fit, proof in proofs
         ]
-        print_json({"fits": as_data, "not_run": proofs[0][1].not_run})
+        print_json({"fits": as_data, "not_run": proofs[0][1].not_run, "script_failed": failure})
     else:
         command = shlex.join(["-m", script, *arguments] if as_module else [script, *arguments])
         for fit, proof in proofs:
             _print_proof(fit, proof, accept, command)
+        if failure is not None:
+            click.echo(f"After that, the script {failure}. If it has other fits, they are not proven.")
     if any(proof.differences(accept) for _, proof in proofs):
         ctx.exit(_DIFFERS)
     ctx.exit(_UNCLEAR if any(proof.unclear for _, proof in proofs) else 0)

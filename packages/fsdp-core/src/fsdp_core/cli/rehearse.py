@@ -75,12 +75,16 @@ def rehearse(
         rehearsals.append((fit, candidate, result))
 
     with script_output_on_stderr():
-        run_script(script, arguments, rehearse_caught, ranks=ranks, fits=fits, patience=patience, as_module=as_module)
+        failure = run_script(
+            script, arguments, rehearse_caught, ranks=ranks, fits=fits, patience=patience, as_module=as_module
+        )
     if as_json:
-        print_json({"fits": [_as_data(*each) for each in rehearsals]})
+        print_json({"fits": [_as_data(*each) for each in rehearsals], "script_failed": failure})
     else:
         for each in rehearsals:
             _print_rehearsal(*each)
+        if failure is not None:
+            click.echo(f"After that, the script {failure}. If it has other fits, they are not rehearsed.")
     ctx.exit(_DIFFERS if any(result.differences for _, _, result in rehearsals) else 0)
 
 

@@ -20,6 +20,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from fsdp_core.lightning.strategy import ShardedStrategy
 from fsdp_core.proving.module_state import BATCH_NORMS, impose_state, read_state
 from fsdp_core.proving.runs import STEPS, TrainedRun, TrainedStep
 from fsdp_core.rehearsal.candidates import Candidate
@@ -232,6 +233,8 @@ def _fit(fit: CaughtFit, dtype: torch.dtype, recorder: Recorder, loader: _Batche
             limit_val_batches=0,
             callbacks=[recorder],
         )
+        if isinstance(trainer.strategy, ShardedStrategy):
+            trainer.strategy.hang_timeout = None  # a rank that has ended is none that was lost
         with suppress(EnoughSteps):  # before hooks of the epoch's end, which may need the validation that is left out
             trainer.fit(module, loader)
 

@@ -114,7 +114,7 @@ class CaughtLoop:
         sender.close()
         try:
             result: T = receiver.recv()
-        except EOFError:
+        except (EOFError, OSError):  # before it has sent anything, or in the middle
             _, status = os.waitpid(child, 0)
             raise ShardingError(how_it_ended(os.waitstatus_to_exitcode(status))) from None
         os.waitpid(child, 0)
@@ -230,8 +230,10 @@ class LoopRehearsal:
         """Send the parent why the script has ended without two steps, and end.
 
         Args:
-            error: What it has raised.
+            error: What it has raised; ``SystemExit`` for nothing.
         """
+        if isinstance(error, SystemExit):
+            error = ShardingError("the script has ended without two optimizer steps of its loop")
         self._switch(on=False)
         self._contexts.close()
         self._end(self._explain(error))

@@ -97,7 +97,7 @@ def call_in_forks(calls: Sequence[Callable[[], T]], seconds: float = float("inf"
 def _receive_result(child: Any, receiver: Connection) -> Any:
     try:
         return receiver.recv()
-    except EOFError:
+    except (EOFError, OSError):  # before it has sent anything, or in the middle
         child.join()
         return Failed(words=how_it_ended(child.exitcode or 0))
 

@@ -174,7 +174,7 @@ def run_script(
                     rehearsal.end_by(error)
                 raise
             for rehearsal in going_on:
-                rehearsal.end_by(ShardingError("the script has ended without two optimizer steps of its loop"))
+                rehearsal.end_by(SystemExit())
         except _AllCaught:
             pass
         except _OwnError as error:
