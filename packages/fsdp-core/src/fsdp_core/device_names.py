@@ -5,7 +5,15 @@ The only module of core besides :mod:`fsdp_core.devices` that knows kinds of dev
 
 from __future__ import annotations
 
-__all__ = ["ANY_ACCELERATOR", "GROUP_EXAMPLE", "KINDS_OF_LIGHTNING", "LIGHTNINGS_OWN", "PACKAGES", "VISIBILITY"]
+__all__ = [
+    "ANY_ACCELERATOR",
+    "GROUP_EXAMPLE",
+    "KINDS_OF_LIGHTNING",
+    "LIGHTNINGS_OWN",
+    "PACKAGES",
+    "REHEARSED",
+    "VISIBILITY",
+]
 
 #: Stands in a list of accelerators for whatever ``torch.accelerator.current_accelerator()`` returns.
 ANY_ACCELERATOR = "any"
@@ -18,6 +26,9 @@ LIGHTNINGS_OWN = frozenset({"cpu", "cuda", "mps"})
 
 #: A process group with a backend for each kind of device, as users write it.
 GROUP_EXAMPLE = "cpu:gloo,cuda:nccl"
+
+#: Kinds whose memory a rehearsal knows: the first as it is measured, the others by rules.
+REHEARSED = ("cpu", "cuda")
 
 #: What to install for kinds of devices that no torch has by itself, or not each build of it.
 PACKAGES = {

@@ -11,6 +11,7 @@ import click
 
 from fsdp_core.cli.output import format_count, format_size, print_json, print_table
 from fsdp_core.cli.scripts import script_command, script_output_on_stderr
+from fsdp_core.device_names import REHEARSED
 
 if TYPE_CHECKING:
     from fsdp_core.rehearsal.planning import Outcome
@@ -57,10 +58,10 @@ def _read_size(ctx: click.Context, parameter: click.Parameter, text: str | None)
     ),
     click.option(
         "--device",
-        type=click.Choice(["cpu", "cuda"]),
-        default="cpu",
+        type=click.Choice(REHEARSED),
+        default=REHEARSED[0],
         show_default=True,
-        help="The kind of device. That of cuda is by rules that no card has confirmed.",
+        help="The kind of device. All but the default are by rules that no card has confirmed.",
     ),
     click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="The rank that is rehearsed."),
     click.option(
@@ -126,7 +127,7 @@ def plan(
         )
     else:
         for fit, outcomes in plans:
-            _print_plan(fit, outcomes, devices, memory)
+            _print_plan(fit, outcomes, devices, memory, device)
         for name, why in refused.items():
             click.echo(f"Not rehearsed: {name}: {why}.")
         if failure is not None:
@@ -162,13 +163,13 @@ _PARTS = (
 )
 
 
-def _print_plan(fit: CaughtFit, outcomes: Sequence[Outcome], devices: int, memory: int) -> None:
+def _print_plan(fit: CaughtFit, outcomes: Sequence[Outcome], devices: int, memory: int, device: str) -> None:
     numel = max((outcome.parameters for outcome in outcomes), default=0)
     click.echo(
         f"{type(fit.module).__name__} at {fit.location}: {format_count(numel)} parameters, "
         f"{devices} device{'s' * (devices > 1)} of {format_size(memory)}"
     )
-    on_card = ("on cuda",) if any(outcome.beside_tensors for outcome in outcomes) else ()
+    on_card = (f"on {device}",) if any(outcome.beside_tensors for outcome in outcomes) else ()
     header = ("fits", *on_card, "peak", *(title for title, _ in _PARTS), "sent/step", "write")
     rows = []
     for outcome in outcomes:
@@ -193,7 +194,7 @@ def _print_plan(fit: CaughtFit, outcomes: Sequence[Outcome], devices: int, memor
         )
     if best.beside_tensors:
         beside = ", ".join(f"{what} {format_size(nbytes)}" for what, nbytes in best.beside_tensors.items())
-        click.echo(f"On cuda, by rules that no card has confirmed, the first needs beside its tensors: {beside}.")
+        click.echo(f"On {device}, by rules that no card has confirmed, the first needs beside its tensors: {beside}.")
     errors: dict[str, list[str]] = {}
     for outcome in outcomes:
         if outcome.error is not None:

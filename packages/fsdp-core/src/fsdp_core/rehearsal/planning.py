@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from fsdp_core import devices
+from fsdp_core.device_names import REHEARSED
 from fsdp_core.errors import ShardingError, first_line
 from fsdp_core.rehearsal.candidates import Candidate
 from fsdp_core.rehearsal.collectives import total_sent
@@ -108,7 +109,7 @@ def ranked(outcomes: Iterable[Outcome], memory: int) -> list[Outcome]:
 
 
 def rehearse_candidate(
-    fit: CaughtFit, candidate: Candidate, rank: int = 0, *, draws: bool = False, device: str = "cpu"
+    fit: CaughtFit, candidate: Candidate, rank: int = 0, *, draws: bool = False, device: str = REHEARSED[0]
 ) -> Outcome:
     """Rehearse a fit with a strategy, in a process that is forked for it.
 
@@ -117,7 +118,7 @@ def rehearse_candidate(
         candidate: The strategy.
         rank: The rank that is played.
         draws: Whether the memory over the step is to be drawn.
-        device: The kind of device, ``"cpu"`` or ``"cuda"``.
+        device: The kind of device, of ``device_names.REHEARSED``.
     """
     try:
         return call_in_fork(lambda: _rehearse(fit, candidate, rank, draws, device))
