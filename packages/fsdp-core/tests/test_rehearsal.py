@@ -290,6 +290,16 @@ def test_imagined_ranks_give_the_objects_of_this_one() -> None:
         assert objects == ["first", "here"]
 
 
+def test_a_random_number_is_taken_to_be_between_its_bounds() -> None:
+    with FakeTensorMode(), KnownValues():
+        assert torch.rand(1).item() == 0.5
+        assert torch.empty(1).uniform_().item() == 0.5
+        assert torch.empty(1).uniform_(2.0, 4.0).item() == 3.0
+        assert torch.randint(3, (1,)).item() == 0
+        assert torch.randint(2, 5, (1,)).item() == 2
+        assert torch.randn(1).item() == 1
+
+
 def test_a_loop_that_runs_until_a_value_is_small_ends() -> None:
     values = KnownValues()
     with FakeTensorMode(), values:
