@@ -438,8 +438,7 @@ def _bounds_of_drawing(operator: str, args: Any) -> tuple[float, float] | None:
     if operator == "rand":
         return 0.0, 1.0
     if operator == "uniform_":
-        low, high = (*args[1:], *(0.0, 1.0)[len(args) - 1 :])
-        return low, high
+        return (args[1] if len(args) > 1 else 0.0), (args[2] if len(args) > 2 else 1.0)
     if operator == "randint":
         return (0, args[0]) if isinstance(args[1], (list, tuple)) else (args[0], args[1])
     return None
