@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
+from types import ModuleType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,6 +19,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives as functional_collectives
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from fsdp_core.cli import fsdp, scripts
@@ -279,6 +281,26 @@ def test_sequences_are_packed_by_their_lengths(is_known: bool, rows: int) -> Non
     assert bool(values.assumptions) is not is_known
 
 
+def test_a_library_that_asks_for_fakes_is_told_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = ModuleType("transformers.utils.import_utils")
+    vars(library)["is_fake_tensor"] = lambda tensor: True
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+    with fakes_allowed(KnownValues()):
+        assert not library.is_fake_tensor(None)
+    assert library.is_fake_tensor(None)
+
+
+def test_gradients_are_in_the_buckets_of_ddp_after_its_first_step() -> None:
+    layers = [torch.nn.Linear(512, 512, bias=False) for _ in range(4)]  # of a MiB each
+    with imagined_world(0, 2), fakes_allowed(KnownValues()), FakeTensorMode(allow_non_fake_inputs=True):
+        module = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=2)
+        with MemoryMode() as memory:
+            memory.begin_step()
+            module(torch.ones(1, 512)).sum().backward()
+    sizes = [collective.nbytes >> 20 for collective in memory.step.collectives if collective.name == "all-reduce"]
+    assert sizes == [1, 2, 1]  # the first bucket is small, and others have what their size allows
+
+
 def test_imagined_ranks_give_the_objects_of_this_one() -> None:
     with fakes_allowed(KnownValues()):
         objects: list[Any] = [None, None]
@@ -289,6 +311,16 @@ def test_imagined_ranks_give_the_objects_of_this_one() -> None:
         dist.broadcast_object_list(objects)
         dist.scatter_object_list(objects, ["first", "second"])
         assert objects == ["first", "here"]
+
+
+def test_a_random_number_is_taken_to_be_between_its_bounds() -> None:
+    with FakeTensorMode(), KnownValues():
+        assert torch.rand(1).item() == 0.5
+        assert torch.empty(1).uniform_().item() == 0.5
+        assert torch.empty(1).uniform_(2.0, 4.0).item() == 3.0
+        assert torch.randint(3, (1,)).item() == 0
+        assert torch.randint(2, 5, (1,)).item() == 2
+        assert torch.randn(1).item() == 1
 
 
 def test_a_loop_that_runs_until_a_value_is_small_ends() -> None:
@@ -622,7 +654,7 @@ def test_plan_of_a_card_shows_what_it_needs_beside_tensors(tmp_path: Path) -> No
     path = written(tmp_path, SCRIPT)
     result = CliRunner().invoke(fsdp, ["plan", "--devices", "1", "--device", "cuda", "--memory", "700MB", path, "4"])
     assert result.exit_code == 0, result.output
-    assert "By rules that no card has confirmed, the first needs beside its tensors: allocator 2.1 MB" in result.output
+    assert "by rules that no card has confirmed, the first needs beside its tensors: allocator 2.1 MB" in result.output
     result = CliRunner().invoke(fsdp, ["plan", "--devices", "1", "--device", "cuda", "--memory", "500MB", path, "4"])
     assert result.exit_code == 3, result.output
 

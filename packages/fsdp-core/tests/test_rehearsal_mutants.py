@@ -110,6 +110,14 @@ MUTANTS: dict[str, tuple[Switch, Callable[[], None]]] = {
         off(modules_on_fakes, "_EXCHANGES", {}),
         test_rehearsal.test_imagined_ranks_give_the_objects_of_this_one,
     ),
+    "DDP's first buckets": (
+        off(modules_on_fakes, "_assign_as_rebuilt", lambda module, assign: assign),
+        test_rehearsal.test_gradients_are_in_the_buckets_of_ddp_after_its_first_step,
+    ),
+    "random numbers without bounds": (
+        off(known_values, "_bounds_of_drawing"),
+        test_rehearsal.test_a_random_number_is_taken_to_be_between_its_bounds,
+    ),
     "no storages": (off(MemoryMode, "_meet"), test_rehearsal.test_memory_of_operations),
     "no sizes": (off(MemoryMode, "_resize"), test_rehearsal.test_memory_of_operations),
     "no resized storages": (off(MemoryMode, "_resized"), test_rehearsal.test_memory_of_operations),

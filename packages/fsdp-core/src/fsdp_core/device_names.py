@@ -30,6 +30,9 @@ REHEARSED = ("cpu", "cuda")
 #: A process group with a backend for each kind of device, as users write it.
 GROUP_EXAMPLE = "cpu:gloo,cuda:nccl"
 
+#: Kinds whose memory a rehearsal knows: the first as it is measured, the others by rules.
+REHEARSED = ("cpu", "cuda")
+
 #: What to install for kinds of devices that no torch has by itself, or not each build of it.
 PACKAGES = {
     "npu": "torch_npu (pip install torch-npu) and Ascend's CANN, whose libraries it loads",

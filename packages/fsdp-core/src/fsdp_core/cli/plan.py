@@ -65,7 +65,7 @@ def _read_size(ctx: click.Context, parameter: click.Parameter, text: str | None)
         type=click.Choice(REHEARSED),
         default=REHEARSED[0],
         show_default=True,
-        help="The kind of device; what no CPU can say is by rules that no card has confirmed.",
+        help="The kind of device. All but the default are by rules that no card has confirmed.",
     ),
     click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="The rank that is rehearsed."),
     click.option(
@@ -144,7 +144,7 @@ def plan(
         )
     else:
         for fit, outcomes, changes in plans:
-            _print_plan(fit, outcomes, changes, devices, memory)
+            _print_plan(fit, outcomes, changes, devices, memory, device)
         for name, why in refused.items():
             click.echo(f"Not rehearsed: {name}: {why}.")
         if failure is not None:
@@ -204,14 +204,19 @@ _PARTS = (
 
 
 def _print_plan(
-    fit: CaughtFit | CaughtLoop, outcomes: Sequence[Outcome], changes: Sequence[Outcome], devices: int, memory: int
+    fit: CaughtFit | CaughtLoop,
+    outcomes: Sequence[Outcome],
+    changes: Sequence[Outcome],
+    devices: int,
+    memory: int,
+    device: str,
 ) -> None:
     numel = max((outcome.parameters for outcome in outcomes), default=0)
     click.echo(
         f"{type(fit.module).__name__} at {fit.location}: {format_count(numel)} parameters, "
         f"{devices} device{'s' * (devices > 1)} of {format_size(memory)}"
     )
-    on_card = ("all",) if any(outcome.beside_tensors for outcome in outcomes) else ()
+    on_card = (f"on {device}",) if any(outcome.beside_tensors for outcome in outcomes) else ()
     times = ("time/step",) if any(outcome.expected_seconds for outcome in outcomes) else ()
     header = ("fits", *on_card, "peak", *(title for title, _ in _PARTS), "sent/step", *times, "write")
     rows = []
@@ -233,7 +238,7 @@ def _print_plan(
         _print_changes(changes, rows[0][1])
     if best.beside_tensors:
         beside = ", ".join(f"{what} {format_size(nbytes)}" for what, nbytes in best.beside_tensors.items())
-        click.echo(f"By rules that no card has confirmed, the first needs beside its tensors: {beside}.")
+        click.echo(f"On {device}, by rules that no card has confirmed, the first needs beside its tensors: {beside}.")
     errors: dict[str, list[str]] = {}
     for outcome in outcomes:
         if outcome.error is not None:

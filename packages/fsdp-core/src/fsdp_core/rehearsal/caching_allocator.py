@@ -1,7 +1,7 @@
 """What torch's allocator for CUDA takes from the driver for the tensors of a step: rounded sizes, segments, gaps.
 
-Read in ``c10/cuda/CUDACachingAllocator.cpp`` and ``c10/core/AllocatorConfig.h`` of torch 2.13, for its default settings
-and one stream. No card has confirmed it.
+Read in ``CUDACachingAllocator.cpp`` and ``AllocatorConfig.h`` of torch 2.13, for default settings and one stream.
+No card has confirmed it.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fsdp_core.device_names import REHEARSED
 from fsdp_core.errors import ShardingError
 from fsdp_core.lightning.strategy import ShardedStrategy
 from fsdp_core.rehearsal.cuda_rules import as_on_cuda, beside_tensors
@@ -60,7 +61,7 @@ class RehearsedRun:
         ranks: The number of ranks.
         rank: The rank that is played.
         precision: The Trainer's ``precision``.
-        device: The kind of device, one of :data:`~fsdp_core.device_names.REHEARSED`, as which the CPU computes.
+        device: The kind of device, of ``device_names.REHEARSED``: the CPU computes as it would.
     """
 
     build: Callable[[], pl.LightningModule]
@@ -71,7 +72,7 @@ class RehearsedRun:
     ranks: int = 1
     rank: int = 0
     precision: Any = None
-    device: str = "cpu"
+    device: str = REHEARSED[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,15 +106,15 @@ def rehearse_fit(run: RehearsedRun) -> Rehearsal:
             values that fake tensors don't have.
     """
     started = time.process_time()
-    is_on_cuda = run.device != "cpu"
-    memory = MemoryMode(reduces_in_a_copy=not is_on_cuda)
+    is_on_cpu = run.device == REHEARSED[0]
+    memory = MemoryMode(reduces_in_a_copy=is_on_cpu)
     values = KnownValues()
     with ExitStack() as contexts:
         contexts.enter_context(quietly())
         if run.ranks > 1:
             contexts.enter_context(imagined_world(run.rank, run.ranks))
         contexts.enter_context(fakes_allowed(values))
-        if is_on_cuda:
+        if not is_on_cpu:
             contexts.enter_context(as_on_cuda())
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         contexts.enter_context(fake_mode)
@@ -145,7 +146,7 @@ def rehearse_fit(run: RehearsedRun) -> Rehearsal:
     return Rehearsal(
         step=memory.step,
         numel=numel,
-        beside_tensors=beside_tensors(memory.step) if is_on_cuda else {},
+        beside_tensors={} if is_on_cpu else beside_tensors(memory.step),
         assumptions=dict(values.assumptions),
         seconds=time.process_time() - started,
     )

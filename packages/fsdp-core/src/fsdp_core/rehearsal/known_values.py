@@ -78,6 +78,7 @@ class KnownValues(TorchDispatchMode):
         self.assumptions: Counter[Assumption] = Counter()
         self._real_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._usual_answers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of bools that are not known
+        self._drawn_between: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of random numbers: two bounds
         self._times_asked: Counter[str] = Counter()
 
     def know(self, fake: Tensor, real: Tensor) -> None:
@@ -145,7 +146,10 @@ class KnownValues(TorchDispatchMode):
     def _compute_beside(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Compute what an operator returns, where all of its arguments are known."""
         results = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
+        bounds = _bounds_of_drawing(operator_name(func), args)
         for value in results:
+            if bounds is not None:
+                self._drawn_between[value] = bounds
             if value.dtype is torch.bool:
                 self._follow_usual_answer(operator_name(func).rstrip("_"), args, value)
         is_small = all(not r.is_floating_point() and not r.is_complex() and r.numel() <= _MAX_NUMEL for r in results)
@@ -190,7 +194,8 @@ class KnownValues(TorchDispatchMode):
             return constant.item()
         if tensor.dtype is torch.bool:
             return self._decide(tensor)
-        number: complex = 1.0 if tensor.is_floating_point() else 1
+        low, high = self._drawn_between.get(tensor, (1, 1))
+        number: complex = (low + high) / 2 if tensor.is_floating_point() else int(low)
         self.assume(f"a value is {number}")
         return complex(number) if tensor.is_complex() else number
 
@@ -426,6 +431,17 @@ def _arrays_of_fakes(values: KnownValues) -> Iterator[None]:
 def _empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
     """A fake tensor on the device of another one."""
     return like.new_empty(tuple(shape), dtype=dtype)
+
+
+def _bounds_of_drawing(operator: str, args: Any) -> tuple[float, float] | None:
+    """Between which numbers an operator draws: code takes them as indices, of which 1 may be none."""
+    if operator == "rand":
+        return 0.0, 1.0
+    if operator == "uniform_":
+        return (args[1] if len(args) > 1 else 0.0), (args[2] if len(args) > 2 else 1.0)
+    if operator == "randint":
+        return (0, args[0]) if isinstance(args[1], (list, tuple)) else (args[0], args[1])
+    return None
 
 
 def _is_unfilled(func: Any) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_core import devices
+from fsdp_core.device_names import REHEARSED
 from fsdp_core.errors import ShardingError, first_line
 from fsdp_core.rehearsal.candidates import Candidate
 from fsdp_core.rehearsal.collectives import total_sent
@@ -109,7 +110,7 @@ def ranked(outcomes: Iterable[Outcome], memory: int) -> list[Outcome]:
 
 
 def rehearse_candidate(
-    fit: CaughtFit | CaughtLoop, candidate: Candidate, rank: int = 0, *, draws: bool = False, device: str = "cpu"
+    fit: CaughtFit | CaughtLoop, candidate: Candidate, rank: int = 0, *, draws: bool = False, device: str = REHEARSED[0]
 ) -> Outcome:
     """Rehearse a fit with a strategy, in a process that is forked for it.
 
@@ -118,7 +119,7 @@ def rehearse_candidate(
         candidate: The strategy.
         rank: The rank that is played.
         draws: Whether the memory over the step is to be drawn.
-        device: The kind of device, one of :data:`~fsdp_core.device_names.REHEARSED`.
+        device: The kind of device, of ``device_names.REHEARSED``.
     """
     facts: dict[str, Any] = {"code": candidate.code, "strategy": candidate.strategy, "ranks": candidate.ranks}
     try:

@@ -92,8 +92,8 @@ def _large_result(operator: str, args: Any, kwargs: Any) -> tuple[Any, torch.dty
         return None
     first, dtype = args[0], kwargs.get("dtype")
     if operator in _LIKE_FIRST and _is_large(first) and first.is_contiguous():
-        has_same_shape = all(not isinstance(other, Tensor) or other.dim() == 0 for other in args[1:2])
-        shape, dtype = first.shape, (dtype or first.dtype) if has_same_shape else None
+        is_scaled = all(not isinstance(x, Tensor) or (x.dim() == 0 and not x.is_complex()) for x in args[1:2])
+        shape, dtype = first.shape, (dtype or first.dtype) if is_scaled else None
     elif operator in _OF_A_SIZE and isinstance(first, (list, tuple)):
         is_integer = operator == "full" and not isinstance(args[1], float)
         shape, dtype = first, dtype or (None if is_integer else torch.get_default_dtype())
