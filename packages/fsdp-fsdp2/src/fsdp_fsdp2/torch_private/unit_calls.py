@@ -65,9 +65,10 @@ def watch_calls(unit: FSDPModule, root: FSDPModule, writes: GatheredWrites, unus
     run_after = partial(_run_after_fully_shard, calls)
     before = module.register_forward_pre_hook(run_before, with_kwargs=True)
     after = module.register_forward_pre_hook(run_after, with_kwargs=True)
+    go_on = module.register_forward_hook(partial(_go_on_after_call_inside, state_ref))
     leave = module.register_forward_hook(calls.leave, always_call=True)
     _put_around_torchs(module._forward_pre_hooks, [before.id], [after.id])
-    _put_around_torchs(module._forward_hooks, [], [leave.id])
+    _put_around_torchs(module._forward_hooks, [go_on.id], [leave.id])
 
 
 @outside_of_compilation
@@ -96,6 +97,20 @@ def _run_before_fully_shard(
         return None
     _gather_in_backward(state_ref)
     return _add_argument(args, kwargs)
+
+
+@outside_of_compilation
+def _go_on_after_call_inside(state_ref: weakref.ref[Any], unit: nn.Module, args: Any, output: Any) -> None:
+    """Runs before the forward hook of ``fully_shard``, which frees parameters in a unit that is idle.
+
+    A call of the unit inside its own has made it idle, as ``self(batch)`` in ``training_step`` does, which runs inside a
+    call of the module. Parameters that stay gathered until the backward pass would be freed, and gathered once more.
+    """
+    state = state_ref()
+    if state is not None and state._training_state.name == "IDLE" and not recomputes():
+        for group in param_groups_in(state):
+            if group.is_unsharded:
+                group._training_state = type(group._training_state).FORWARD
 
 
 def _mend_before_call(root: Any) -> None:
