@@ -174,6 +174,17 @@ class NetWithRepeatedBlock(Net):
         return F.cross_entropy(self.head(x).flatten(0, 1), batch.flatten())
 
 
+class NetThatCallsItself(Net):
+    """Its step calls the module, within the call of the module that a strategy makes of the step."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return super().training_step(batch, 0)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self(batch)
+        return loss
+
+
 class NetWithFrozenBlocks(Net):
     """The backward pass ends before its first block, and goes through its last one."""
 
@@ -216,9 +227,11 @@ def test_the_bytes_of_a_step_are_those_of_the_formula(strategy: str, ranks: int)
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize("build", [NetWithRepeatedBlock, NetWithFrozenBlocks])
+@pytest.mark.parametrize("build", [NetWithRepeatedBlock, NetWithFrozenBlocks, NetThatCallsItself])
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp_native"])
-def test_the_formula_follows_units_that_run_twice_or_are_frozen(strategy: str, build: type[Net]) -> None:
+def test_the_formula_follows_units_that_run_twice_are_frozen_or_call_themselves(
+    strategy: str, build: type[Net]
+) -> None:
     assert rehearse_last_rank(strategy, 3, build).differences == []
 
 

@@ -103,8 +103,8 @@ def _run_before_fully_shard(
 def _go_on_after_call_inside(state_ref: weakref.ref[Any], unit: nn.Module, args: Any, output: Any) -> None:
     """Runs before the forward hook of ``fully_shard``, which frees parameters in a unit that is idle.
 
-    A call of the unit inside its own has made it idle, as ``self(batch)`` in ``training_step`` does, which runs inside a
-    call of the module. Parameters that stay gathered until the backward pass would be freed, and gathered once more.
+    A call of the unit inside its own has made it idle, as ``self(batch)`` in ``training_step`` does, which runs inside
+    one of the module. Parameters that stay gathered until the backward pass would be freed, and gathered once more.
     """
     state = state_ref()
     if state is not None and state._training_state.name == "IDLE" and not recomputes():
