@@ -64,6 +64,8 @@ def test_list(full_site: Site) -> None:
         "Broken:\n"
         "  bad-plugin 1.0 (bad_plugin) failed to load: ModuleNotFoundError: No module named 'my_dep'\n"
         "  Fix it, or type: pip install --upgrade --force-reinstall bad-plugin\n"
+        "\n"
+        'To let a fit choose one of these, or DDP, by what fits: strategy="fsdp_auto"\n'
     )
     assert done.stderr == NOTHING_HEAVY
 

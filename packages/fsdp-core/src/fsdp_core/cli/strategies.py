@@ -57,9 +57,8 @@ def list_strategies(as_json: bool) -> None:
     Also shows which packages could be installed, which plugins are broken or have side effects, and which names are
     ambiguous or stay Lightning's own.
     """
-    names = list(registry.strategies())
     everything = {
-        "strategies": [_row(name) for name in (*names, *([AUTO.name] if names else []))],
+        "strategies": [_row(name) for name in registry.strategies()],
         "not_installed": [
             {"name": name, "package": package, "install": f"pip install {package}"}
             for name, package in registry.not_installed().items()
@@ -184,6 +183,8 @@ def _print_list(everything: dict[str, Any]) -> None:
         click.echo("\nDone while listing, where a plugin should only say its names:")
         for row in everything["side_effects"]:
             click.echo(f"  {row['package']} {row['version']} ({row['name']}) {row['what']}; {row['remedy']}")
+    if everything["strategies"]:
+        click.echo(f'\nTo let a fit choose one of these, or DDP, by what fits: strategy="{AUTO.name}"')
 
 
 def _print_description(facts: dict[str, Any]) -> None:

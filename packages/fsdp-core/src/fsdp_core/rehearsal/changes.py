@@ -115,6 +115,7 @@ def first_rows(batch: Any, count: int) -> Any:
         count: How many rows.
 
     Example:
+        >>> import torch
         >>> first_rows({"x": torch.arange(4), "name": "a"}, 2)
         {'x': tensor([0, 1]), 'name': 'a'}
     """

@@ -1,7 +1,8 @@
 """What torch does otherwise on CUDA than on a CPU, as far as memory shows it. Each rule names its source.
 
-They are of torch 2.13 and NCCL 2.28. **No card has confirmed them.** Not known are the workspaces of convolutions, and
-what libraries choose by the card: cuDNN and cuBLASLt allocate as much as an algorithm wants.
+They are of torch 2.13; those of cuBLAS and NCCL were read in copies of torch's and NCCL's sources whose release is not
+known. **No card has confirmed them.** Not known are the workspaces of convolutions, and what libraries choose by the
+card: cuDNN and cuBLASLt allocate as much as an algorithm wants.
 """
 
 from __future__ import annotations
