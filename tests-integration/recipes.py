@@ -822,6 +822,28 @@ class maml(Lit):
         return self.keep(F.cross_entropy(torch.func.functional_call(self.net, w, (x[4:],)), y[4:]))
 
 
+class maml_by_copies(maml):
+    """MAML as learn2learn and higher do it: a module that copies the attributes of one, with weights of its own."""
+
+    def copied(self, module):
+        copy = module.__new__(type(module))
+        copy.__dict__ = {**module.__dict__, "_parameters": dict(module._parameters), "_modules": {}}
+        for name, part in module._modules.items():
+            copy._modules[name] = self.copied(part)
+        return copy
+
+    def training_step(self, b, i):
+        x, y = b
+        net = self.copied(self.net)
+        places = [(module, name) for module in net.modules() for name in module._parameters]
+        for _ in range(2):
+            w = [module._parameters[name] for module, name in places]
+            g = autograd.grad(F.cross_entropy(net(x[:4]), y[:4]), w, create_graph=True)
+            for (module, name), p, d in zip(places, w, g):
+                module._parameters[name] = p - 0.1 * d
+        return self.keep(F.cross_entropy(net(x[4:]), y[4:]))
+
+
 class maml_auto(maml):
     """The same with units: refused, and advised to write auto_wrap_policy=None."""
 

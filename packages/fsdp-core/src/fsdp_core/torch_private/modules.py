@@ -17,6 +17,7 @@ from torch.distributed.utils import _cast_forward_inputs
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 __all__ = [
+    "CALL_OF_MODULES",
     "BatchNorm",
     "buffers_of",
     "cast_inputs",
@@ -25,6 +26,10 @@ __all__ = [
     "loads_in_its_own_way",
     "not_managed",
 ]
+
+
+#: The code by which modules call their ``forward``, whose local variable ``self`` is the module.
+CALL_OF_MODULES = nn.Module._call_impl.__code__
 
 
 def is_flattened(parameter: Tensor) -> bool:

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 from torch import nn
 
+from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.lightning.private import DtypeContext
 from fsdp_core.sharding.precision_strings import ShardPrecision
 from fsdp_core.sharding.sharded import Sharded, sharded_of
@@ -20,6 +21,7 @@ from fsdp_core.state.fqn import clean_name
 from fsdp_core.state.full_tensor import check_not_gathered, gathered_modules, running_forwards
 from fsdp_core.torch_private.autograd import in_backward, is_recomputing
 from fsdp_core.torch_private.dynamo import outside_of_compilation
+from fsdp_core.torch_private.modules import CALL_OF_MODULES
 
 __all__ = [
     "call_inside_forward",
@@ -288,7 +290,7 @@ def _call_or_redirect(module: nn.Module, forward: Callable[..., Any], args: Any,
         if sharded.is_interrupted:  # by an exception that the step has caught
             sharded.mend_inside()
         sharded.follow_written_shards()
-        return forward(*args, **kwargs)
+        return _of_calling_copy(module, forward)(*args, **kwargs)
     _begin_outside_call(root, module)
     has_failed = True
     try:
@@ -299,6 +301,35 @@ def _call_or_redirect(module: nn.Module, forward: Callable[..., Any], args: Any,
     finally:
         _end_outside_call(root, has_failed=has_failed)
     return output
+
+
+def _of_calling_copy(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The ``forward`` of the module that calls: of another one of the same class, if it has this one's attributes.
+
+    Libraries such as learn2learn and higher make modules with weights of their own by copying the attributes of one.
+    ``forward`` is among them here, bound to that one, whose weights it would compute with.
+
+    Args:
+        module: The module that ``forward`` is bound to, as :func:`_call_or_redirect`'s caller calls it.
+        forward: What it computes.
+
+    Raises:
+        UnsupportedCapabilityError: Another module calls it, and it is not a method of their class.
+    """
+    frame = sys._getframe(3)
+    if frame.f_code is not CALL_OF_MODULES:
+        return forward
+    caller = frame.f_locals["self"]
+    if caller is module or not isinstance(caller, type(module)) or caller._parameters is module._parameters:
+        return forward
+    if isinstance(forward, functools.partial) and forward.args == (module,):
+        return functools.partial(forward.func, caller)
+    raise UnsupportedCapabilityError(
+        f"{type(caller).__name__} has the attributes of {_parts[module][1] or 'a sharded module'}, and weights of its "
+        "own, which its forward() would ignore: it was set on the module that it is copied from.\n"
+        "Define forward() in the class; or write torch.func.functional_call(module, weights, inputs) with "
+        "auto_wrap_policy=None in place of a copy."
+    )
 
 
 def _call_in_backward(root: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
