@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 from lightning.fabric import Fabric
 
@@ -80,7 +81,8 @@ def test_a_resume_on_another_number_of_devices_chooses_anew_and_says_so(
 ) -> None:
     trainer = auto_fits.new_trainer("fsdp_auto", devices=1, epochs=2)
     with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
-        trainer.fit(auto_fits.Net(), auto_fits.new_loader(), ckpt_path=folder / "auto.ckpt")
+        data = pl.LightningDataModule.from_datasets(auto_fits.new_loader().dataset, batch_size=2)
+        trainer.fit(auto_fits.Net(), data, ckpt_path=folder / "auto.ckpt")
     assert trainer.global_step == 4 + 8
     assert 'the checkpoint was written on 2 devices by strategy="fsdp2"' in caplog.text
     assert "FSDP_AUTO_CHOICE" not in os.environ

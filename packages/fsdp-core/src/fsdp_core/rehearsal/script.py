@@ -381,13 +381,15 @@ def fit_of_trainer(
     Args:
         trainer: The Trainer.
         module: Its module.
-        loaders: The train loaders that it was given; ``None`` if the module or the data module has them.
-        datamodule: The data module, if it was given one.
+        loaders: The train loaders that it was given, or a data module; ``None`` if the others have them.
+        datamodule: The data module, if it was given one by name.
         precision: The arguments by which the Trainer was given its precision.
 
     Raises:
         ShardingError: The loader is empty, or takes longer than a minute for its first batch.
     """
+    if isinstance(loaders, pl.LightningDataModule):  # given by position
+        loaders, datamodule = None, loaders
     module = unwrap_compiled(module)
     started = time.perf_counter()
     loader = _combined(_loader_of(trainer, module, loaders, datamodule))
