@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -76,13 +77,17 @@ def test_ranks_that_a_launcher_has_started_agree() -> None:
         assert ranks.run(2, fit_twice, timeout=200) == [["FSDP2Strategy", "DDPStrategy"]] * 2
 
 
+class Data(pl.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return auto_fits.new_loader()
+
+
 def test_a_resume_on_another_number_of_devices_chooses_anew_and_says_so(
     lines: list[str], folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = auto_fits.new_trainer("fsdp_auto", devices=1, epochs=2)
     with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
-        data = pl.LightningDataModule.from_datasets(auto_fits.new_loader().dataset, batch_size=2)
-        trainer.fit(auto_fits.Net(), data, ckpt_path=folder / "auto.ckpt")
+        trainer.fit(auto_fits.Net(), Data(), ckpt_path=folder / "auto.ckpt")
     assert trainer.global_step == 4 + 8
     assert 'the checkpoint was written on 2 devices by strategy="fsdp2"' in caplog.text
     assert "FSDP_AUTO_CHOICE" not in os.environ
