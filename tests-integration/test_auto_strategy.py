@@ -72,8 +72,17 @@ def fit_twice() -> list[str]:
     return names
 
 
+def fit_with_a_fault() -> str:
+    """What a rank raises if the first can't plan: its process is one that may have no children."""
+    with pytest.raises(ShardingError) as raised:
+        auto_fits.new_trainer("fsdp_auto", devices=2).fit(auto_fits.Net(), auto_fits.new_loader())
+    return str(raised.value)
+
+
 def test_ranks_that_a_launcher_has_started_agree() -> None:
     with RankPool() as ranks:
+        messages = ranks.run(2, fit_with_a_fault, timeout=100)  # each is told, and none waits
+        assert ["daemonic processes are not allowed to have children" in message for message in messages] == [True] * 2
         assert ranks.run(2, fit_twice, timeout=200) == [["FSDP2Strategy", "DDPStrategy"]] * 2
 
 

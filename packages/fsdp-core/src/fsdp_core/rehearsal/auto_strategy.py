@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -150,8 +151,8 @@ def _choose(strategy: AutoStrategy, trainer: pl.Trainer, module: Any, loaders: A
             memory = here or _device_memory(kind, strategy.num_processes)
             fit = fit_of_trainer(trainer, module, loaders, datamodule, precision_of(trainer))
             wanted = _candidates(kind, ranks, fit.module)
-            of = kind if kind in REHEARSED else "cpu"
-            return memory, [(candidate, rehearse_candidate(fit, candidate, device=of)) for candidate in wanted]
+            device = kind if kind in REHEARSED else REHEARSED[0]
+            return memory, [(candidate, rehearse_candidate(fit, candidate, device=device)) for candidate in wanted]
         except Exception as error:
             return f"{type(error).__name__}: {first_line(error)}"
 
@@ -162,6 +163,11 @@ def _choose(strategy: AutoStrategy, trainer: pl.Trainer, module: Any, loaders: A
             f"Write a strategy by its name, of {', '.join(registry.strategies())}."
         )
     memory, planned = answer
+    if not planned:
+        raise ShardingError(
+            f"no installed strategy that can be rehearsed runs on {kind!r} devices, so that nothing can be chosen.\n"
+            "Type `fsdp list` to see what runs where, and write a strategy by its name."
+        )
     if all("Autograd-and-Fork" in str(outcome.error) for _, outcome in planned):
         raise ShardingError(
             "nothing can be chosen here: this process has run a backward pass, and where there is an accelerator, "
@@ -224,6 +230,9 @@ def _plan_in_words(plan: Callable[[], Choice]) -> str:
         return json.dumps({"choice": json.dumps(asdict(plan()))})
     except ShardingError as error:
         return json.dumps({"error": str(error)})
+    except Exception as error:  # the others wait for an answer
+        traceback.print_exc()
+        return json.dumps({"error": f"nothing could be chosen: {type(error).__name__}: {error}"})
 
 
 def _tell_others(answer: str, rank: int, processes: int, environment: Any) -> str:
