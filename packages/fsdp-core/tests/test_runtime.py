@@ -112,6 +112,13 @@ def test_a_process_group_without_a_backend_for_the_device_is_refused() -> None:
         dist.destroy_process_group()
 
 
+def test_a_backend_that_cannot_communicate_what_is_on_the_device_is_refused() -> None:
+    where = {"rank": 0, "local_rank": 0, "world_size": 1, "address": "localhost", "port": 0}
+    with pytest.raises(ShardingError, match=r"'gloo' can't communicate tensors on 'meta'.* 'cpu'") as refused:
+        ProcessGroupRuntime("gloo").start(device=torch.device("meta"), **where)
+    assert "process_group_backend='cpu:gloo,meta:...'" in str(refused.value)
+
+
 def test_a_strategy_whose_ranks_were_not_started_says_so() -> None:
     """Fabric takes itself for launched once ``launch(function)`` has run, also where the ranks were other processes."""
     fabric = Fabric(accelerator="cpu", devices=2, strategy=LoopbackFabricStrategy())

@@ -48,6 +48,25 @@ def _wait_for_threads() -> None:
     time.sleep(max(0.0, _last_group_destroyed + _SECONDS_FOR_THREADS - time.monotonic()))
 
 
+def _check_backend(backend: str, device: str) -> None:
+    """Refuse a process-group backend that can't communicate a kind of device's tensors.
+
+    Args:
+        backend: What ``process_group_backend`` asks for.
+        device: The kind, such as ``"cpu"``.
+
+    Raises:
+        ShardingError: It can't.
+    """
+    device_types = dist.BackendConfig(dist.Backend(backend)).get_device_backend_map()
+    if device not in device_types:
+        raise ShardingError(
+            f"process_group_backend={backend!r} can't communicate tensors on {device!r}, where this run computes, but "
+            f"those on {', '.join(map(repr, device_types))}.\n"
+            f"Leave it out; or write process_group_backend={devices.group_for(device)!r}, or accelerator='cpu'."
+        )
+
+
 def _check_group(device: str) -> None:
     """Refuse the process group that exists if it can't communicate a kind of device's tensors.
 
@@ -420,6 +439,8 @@ class ProcessGroupRuntime(Runtime):
         if dist.is_initialized():
             _check_group(device.type)
             return
+        if self.backend is not None:
+            _check_backend(self.backend, device.type)
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = str(address), str(port)
         with _collectives_recorded():
             dist.init_process_group(

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 import torch.utils
 from torch.distributed.fsdp import FSDPModule
 
+from fsdp_fsdp2.torch_private.ordered_gathers import let_gathers_wait
 from fsdp_fsdp2.torch_private.parameter_groups import param_groups_in, param_groups_of
 
 __all__ = [
@@ -33,10 +35,15 @@ def running_states(state: Any) -> list[Any]:
 def resume_states(states: Sequence[Any], outermost_state: Any) -> None:
     """Let forward passes go on, although for torch a backward pass inside them has ended them.
 
+    The streams that gather wait for the current one, as they do where torch begins a forward pass of the root: the
+    pass inside may have ended with a gather that nobody used, whose buffer torch frees as if such a pass followed.
+
     Args:
         states: The states of their modules.
         outermost_state: The state of the module that was called first.
     """
+    if states:
+        let_gathers_wait(states[0]._comm_ctx, states[0]._device)
     for state in states:
         for group in param_groups_in(state):
             group.unshard()

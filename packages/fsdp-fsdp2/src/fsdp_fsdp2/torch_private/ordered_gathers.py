@@ -12,10 +12,12 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import torch
+
 from fsdp_fsdp2.torch_private.data_writes import count_data_writes
 from fsdp_fsdp2.torch_private.gathered_values import count_writes
 
-__all__ = ["begin_step", "order_gathers"]
+__all__ = ["begin_step", "let_gathers_wait", "order_gathers"]
 
 _KNOWN_WRITES, _COPIED = "_fsdp_fsdp2_ordered_writes", "_fsdp_fsdp2_copy_event"
 
@@ -39,6 +41,19 @@ def begin_step(groups: Iterable[Any]) -> None:
             vars(group)[_KNOWN_WRITES] = _writes_to(group)
 
 
+def let_gathers_wait(comm_ctx: Any, device: torch.device) -> None:
+    """Let gathers that are queued from now on wait for what is queued on the current stream.
+
+    Args:
+        comm_ctx: The context that units share.
+        device: Where they compute.
+    """
+    if device.type != "cpu":
+        current_stream = torch.accelerator.current_stream(device)
+        for stream in (comm_ctx.all_gather_copy_in_stream, comm_ctx.all_gather_stream):
+            stream.wait_stream(current_stream)
+
+
 def _writes_to(group: Any) -> tuple[Any, int]:
     return count_writes(group), count_data_writes(group)
 
@@ -49,9 +64,7 @@ def _unshard_after_writes(group_ref: weakref.ref[Any], *args: Any, **kwargs: Any
         writes, known_writes = _writes_to(group), vars(group).get(_KNOWN_WRITES)
         vars(group)[_KNOWN_WRITES] = writes
         if known_writes is not None and writes != known_writes:
-            current_stream = group.device_handle.current_stream()
-            for stream in (group.comm_ctx.all_gather_copy_in_stream, group.comm_ctx.all_gather_stream):
-                stream.wait_stream(current_stream)
+            let_gathers_wait(group.comm_ctx, group.device)
     work = type(group).unshard(group, *args, **kwargs)
     if "post_forward" in vars(group):
         vars(group)[_COPIED] = group.comm_ctx.all_gather_copy_in_stream.record_event()
