@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_core
@@ -327,6 +328,11 @@ def compiled_on(folder: str) -> tuple[dict[str, tuple[Trained, Counts]], int, Tr
         },
         "nothing kept": {"compile": eager, "activation_memory_budget": 0},
         "offloaded": {"compile": eager, "activation_offload": True},
+        "divided": {
+            "compile": eager,
+            "tensor_parallel_size": 2,
+            "tp_plan": {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()},
+        },
     }
     found = {name: trained_with(options) for name, options in cases.items()}
     counted = trained_with({"compile": {"backend": backend, "fullgraph": True}})

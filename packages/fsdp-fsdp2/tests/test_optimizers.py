@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import mse_loss
 
 from fsdp_core.errors import OptimizerMismatchError
@@ -98,6 +99,8 @@ FAILING: dict[str, tuple[dict[str, Any], str]] = {
     "Rprop": ({}, "over which its steps are right, such as strategy='fsdp_native'"),
     "LBFGS": ({}, "a step of LBFGS fails over DTensors"),  # of parameters that the ranks don't divide, or keep whole
 }
+if hasattr(FSDPModule, "set_keep_unsharded_storage"):  # from torch 2.15 on
+    del FAILING["Rprop"]  # it is right, as test_every_optimizer_of_torch_is_right_or_refused shows
 
 
 def refused_optimizers() -> dict[str, str]:

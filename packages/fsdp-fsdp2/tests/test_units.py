@@ -104,9 +104,9 @@ def reductions() -> tuple[list[str], list[str]]:
         found: list[str] = []
         reduce = _fsdp_param_group.foreach_reduce
 
-        def note(parameters: Any, *args: Any) -> Any:
+        def note(parameters: Any, *args: Any, **kwargs: Any) -> Any:
             found.append(names[parameters[0]._module_info.module])
-            return reduce(parameters, *args)
+            return reduce(parameters, *args, **kwargs)
 
         with mock.patch.object(_fsdp_param_group, "foreach_reduce", note):
             backward(net(torch.ones(2, 6)).square().mean())

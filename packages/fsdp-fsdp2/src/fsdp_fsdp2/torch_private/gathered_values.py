@@ -86,10 +86,12 @@ _NAMES_DONE_AT_ONCE = {
     },
     FSDPParam.to_sharded: {
         *("_setattr_on_modules", "sharded_param", "free_unsharded_param", "ShardedState", "SHARDED", "sharded_state"),
+        "keep_unsharded_storage",  # from torch 2.15 on
     },
     FSDPParam.free_unsharded_param: {
         *("compiled_autograd_enabled", "_unsharded_param", "untyped_storage", "resize_"),
         *("itertools", "chain", "all_gather_outputs", "_unsharded_inner_tensors", "free_storage"),
+        "free_all_gather_outputs",  # from torch 2.15 on, a method that frees them
     },
 }
 
@@ -162,6 +164,8 @@ def _free_at_once(group: Any) -> bool:
     """
     places = vars(group)[_PLACES]
     if not places or group._sharded_state is not ShardedState.UNSHARDED or _compiles_autograd():
+        return False
+    if any(getattr(parameter, "keep_unsharded_storage", False) for parameter, _ in places):
         return False
     for parameter, owners in places:
         for module, name in owners:
