@@ -17,7 +17,7 @@ import nox
 sys.path.insert(0, str(Path(__file__).parent))  # `nox` does not look here, and `python -m nox` where it is typed
 
 from tools import environments as envs
-from tools import steps
+from tools import newest_releases, steps
 from tools.environments import PACKAGES, PINNED_APART, ROOT, SHARING
 from tools.suites import (
     CLAUSES_SIDE_BY_SIDE,
@@ -126,8 +126,8 @@ def minimums(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def newest(session: nox.Session) -> None:
-    """Run the same on the newest; `-- torch==X` takes that torch where CPU builds stop earlier."""
-    run_clauses(session, envs.make_newest(session), CORE, *CLAUSES_SIDE_BY_SIDE)
+    """Run the same on the newest; `-- torch==X` takes that torch where CPU builds stop earlier, `-- --pre` nightlies."""
+    newest_releases.try_newest(session, envs.make_newest(session))
 
 
 @nox.session(python=False)

@@ -362,6 +362,9 @@ def test_the_newest_is_looked_for_or_typed(installs: list[tuple[str, ...]], posa
     envs.make_newest(make_session(*posargs))
     assert installs[0][0] == "--upgrade"
     assert [word for word in installs[0] if word.startswith("torch==")] == [torch]
+    assert "--prerelease" not in installs[0]
+    envs.make_newest(make_session("--pre", *posargs))
+    assert installs[2][:3] == ("--upgrade", "--prerelease", "allow")
 
 
 OLDER, NEWER = "pyenv/versions/3.12.1/bin/python", "pyenv/versions/3.12.4/bin/python"

@@ -26,6 +26,7 @@ from packaging.version import Version
 ROOT = Path(__file__).parent.parent
 PINS = ROOT / "constraints.txt"
 STAMP = "installed"  # the file of an environment that says what it was made of, once it is
+PRE_RELEASES = "--pre"  # the word after `--` that lets `nox -s newest` take what is not released
 TESTS_NEED = ("torch", "lightning", "jsonargparse[signatures]", "psutil", "pytest", "pytest-xdist")
 # What builds and installs our packages, and runs their sessions.
 BUILDS_NEED = ("pip", "ruff", "nox", "build", "hatchling", "editables", "torchdata")
@@ -241,10 +242,13 @@ def make_oldest(session: nox.Session) -> str:
 
 
 def make_newest(session: nox.Session) -> str:
-    """The environment with the newest releases of everything, which are looked for each time."""
-    python = keep_environment(session, "newest", [package.pyproject for package in SHARING], lambda python: None)
+    """The environment with the newest releases of everything, which are looked for each time; `--pre`: not released."""
+    name = "newest-pre" if PRE_RELEASES in session.posargs else "newest"
+    python = keep_environment(session, name, [package.pyproject for package in SHARING], lambda python: None)
     torch = [word for word in session.posargs if word.startswith("torch==")] or [f"torch=={choose_torch(session, max)}"]
-    install_with_uv(session, python, "--upgrade", *REQUIREMENTS, *TESTS_NEED, *SUITES_NEED, *torch, pins=None)
+    allowed = ("--prerelease", "allow") if PRE_RELEASES in session.posargs else ()
+    words = ("--upgrade", *allowed, *REQUIREMENTS, *TESTS_NEED, *SUITES_NEED, *torch)
+    install_with_uv(session, python, *words, pins=None)
     install_with_uv(session, python, "--no-deps", *(package.editable for package in SHARING), pins=None)
     return python
 
@@ -255,10 +259,15 @@ def choose_torch(session: nox.Session, choose: Callable[[list[Version]], Version
     PyPI's builds for Linux need gigabytes of CUDA to be imported at all. So where there are CPU builds, the newest is
     the newest of these, and a message says what that leaves out.
     """
-    pip = (make_third_party(session), "-m", "pip", "index", "versions", "--json", "torch")
+    allowed = ("--pre",) if PRE_RELEASES in session.posargs else ()
+    pip = (make_third_party(session), "-m", "pip", "index", "versions", *allowed, "--json", "torch")
     report = json.loads(str(session.run(*pip, silent=True, external=True, stderr=subprocess.DEVNULL)))
     specifiers = [Requirement(line).specifier for line in REQUIREMENTS if Requirement(line).name == "torch"]
-    releases = [release for release in map(Version, report["versions"]) if all(release in spec for spec in specifiers)]
+    releases = [
+        release
+        for release in map(Version, report["versions"])
+        if all(spec.contains(release, prereleases=bool(allowed)) for spec in specifiers)
+    ]
     release = choose(releases)
     cpu_builds = [build for build in releases if build.local == "cpu"]
     if choose is not max:
