@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives as functional_collectives
@@ -621,6 +622,46 @@ def test_a_loss_can_be_written_with_digits() -> None:
 def test_an_operator_without_a_fake_is_named_with_what_to_write() -> None:
     outcome = rehearse_candidate(fit_of(WithoutFake()), Candidate(strategy="auto"))
     assert_says(str(outcome.error), "rehearsed::double", "test_rehearsal.py:", "torch.library.register_fake")
+
+
+class UsesItsFirstLayer(Net):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.layers[0](batch).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "refused"),
+    [
+        (UsesItsFirstLayer, {}, ["DDP needs a gradient of each parameter", "none of layers.1.bias, layers.1.weight"]),
+        (UsesItsFirstLayer, {"accumulate_grad_batches": 2}, ["DDP needs a gradient of each parameter"]),
+        (Net, {"accumulate_grad_batches": 2}, []),
+        (TwoOptimizers, {}, []),
+    ],
+)
+def test_what_ddp_refuses_in_a_second_step_is_no_plan(
+    module: type[Net], arguments: dict[str, Any], refused: list[str]
+) -> None:
+    outcome = rehearse_candidate(fit_of(module(), **arguments), Candidate(strategy="ddp", ranks=2))
+    assert_says(str(outcome.error), *refused) if refused else None
+    assert (outcome.error is None) == (not refused)
+
+
+class LogsPictures(Net):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        for logger in self.loggers:
+            logger.experiment.add_image("batch", batch, batch_idx)
+        assert str(Path(str(self.trainer.log_dir)) / "batch.png")
+        assert len(self.loggers) == 2
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+def test_a_step_may_use_the_loggers_which_log_nothing() -> None:
+    loggers = [DummyLogger(), DummyLogger()]
+    outcome = rehearse_candidate(fit_of(LogsPictures(), logger=loggers, log_every_n_steps=1), Candidate(strategy="auto"))
+    assert outcome.error is None
+    assert outcome.assumptions == []
 
 
 def test_a_fit_without_a_step_is_no_plan() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch import callbacks
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.optim import Optimizer
@@ -61,6 +63,7 @@ class RehearsedRun:
         ranks: The number of ranks.
         rank: The rank that is played.
         precision: The Trainer's ``precision``.
+        loggers: The number of the Trainer's loggers, in whose places are such that log nothing.
         device: The kind of device, of ``device_names.REHEARSED``: the CPU computes as it would.
     """
 
@@ -72,6 +75,7 @@ class RehearsedRun:
     ranks: int = 1
     rank: int = 0
     precision: Any = None
+    loggers: int = 0
     device: str = REHEARSED[0]
 
 
@@ -160,7 +164,7 @@ def _trainer(run: RehearsedRun, marks: pl.Callback) -> pl.Trainer:
         "devices": run.ranks,
         "num_nodes": 1,
         "precision": run.precision,
-        "logger": False,
+        "logger": [_SilentLogger() for _ in range(run.loggers)],
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
@@ -177,6 +181,15 @@ def _trainer(run: RehearsedRun, marks: pl.Callback) -> pl.Trainer:
         strategy.runtime = ImaginedRuntime()
         strategy.hang_timeout = None
     return trainer
+
+
+class _SilentLogger(DummyLogger):
+    """A logger that logs nothing, whose ``experiment`` has all methods, which do nothing."""
+
+    @property
+    def save_dir(self) -> str:
+        """Where a step looks that writes beside the logs."""
+        return os.getcwd()
 
 
 def _leave_out_callbacks(module: pl.LightningModule, values: KnownValues) -> None:

@@ -150,6 +150,7 @@ def _rehearse(fit: CaughtFit, candidate: Candidate, rank: int, draws: bool, devi
                 ranks=candidate.ranks,
                 rank=rank,
                 precision=fit.trainer_keywords.get("precision"),
+                loggers=fit.loggers,
                 device=device,
             )
         )

@@ -92,6 +92,12 @@ class CaughtFit:
         return [callback for callback in self.trainer_keywords["callbacks"] if takes_part(callback)]
 
     @property
+    def loggers(self) -> int:
+        """The number of loggers that the Trainer has: one if it is given none, as ``logger=True``."""
+        logger = self.trainer_keywords.get("logger", True)
+        return len(logger) if isinstance(logger, Sequence) else int(logger is not False)
+
+    @property
     def left_out(self) -> list[str]:
         """What the Trainer was given beside, which does not take part in a rehearsal, by class or name."""
         without = [callback for callback in self.trainer_keywords["callbacks"] if not takes_part(callback)]
@@ -394,13 +400,16 @@ def fit_of_trainer(
     started = time.perf_counter()
     loader = _combined(_loader_of(trainer, module, loaders, datamodule))
     drawn = _first_batches(loader, 1, 60.0)
-    keywords = {name: getattr(trainer, name) for name in _KEPT_BY_TRAINERS}
+    keywords: dict[str, Any] = {name: getattr(trainer, name) for name in _KEPT_BY_TRAINERS}
     return CaughtFit(
         module=module,
         drawn=drawn,
         batches=_length(loader),
         datamodule=datamodule,
-        trainer_keywords={**keywords, **precision, "callbacks": list(vars(trainer)["callbacks"])},
+        trainer_keywords={
+            **{**keywords, **precision, "logger": trainer.loggers},
+            "callbacks": list(vars(trainer)["callbacks"]),
+        },
         seconds_for_batch=time.perf_counter() - started,
         location=line_of_call(),
     )
