@@ -53,5 +53,14 @@ def test_where_nothing_fits_the_least_is_named() -> None:
 
 def test_what_can_not_be_rehearsed_is_said_once() -> None:
     plans = [planned("a", error="no shapes, at train.py:3"), planned("b", error="no shapes, at train.py:3")]
-    with pytest.raises(ShardingError, match=r"nothing can be chosen: a, b: no shapes, at train\.py:3"):
+    with pytest.raises(
+        ShardingError,
+        match=r"nothing can be chosen: a, b: no shapes, at train\.py:3\.\nIf a run would raise this too, mend it there",
+    ):
         choose(plans, 1000)
+
+
+def test_what_was_left_out_is_said_with_the_choice() -> None:
+    choice = choose([planned("ddp", error="no gradient of x"), planned("b")], 1000)
+    assert choice.strategy == "b"
+    assert choice.reason.endswith("in a step; left out: ddp: no gradient of x")

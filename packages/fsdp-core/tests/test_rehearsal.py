@@ -27,7 +27,8 @@ from fsdp_core.cli import fsdp, scripts
 from fsdp_core.cli.plan import parse_size
 from fsdp_core.cli.rehearse import rehearse
 from fsdp_core.errors import ShardingError
-from fsdp_core.rehearsal.candidates import Candidate
+from fsdp_core.rehearsal.auto_strategy import AutoStrategy
+from fsdp_core.rehearsal.candidates import Candidate, candidate_of, candidates_for
 from fsdp_core.rehearsal.collectives import Collective, total_sent
 from fsdp_core.rehearsal.fit import RehearsedRun, rehearse_fit
 from fsdp_core.rehearsal.imagined_ranks import imagined_world
@@ -646,11 +647,29 @@ def test_what_ddp_refuses_in_a_second_step_is_no_plan(
     assert (outcome.error is None) == (not refused)
 
 
+class Lazy(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.append(torch.nn.LazyLinear(2))
+
+
+def test_parameters_without_shapes_are_no_plan() -> None:
+    outcome = rehearse_candidate(fit_of(Lazy()), Candidate(strategy="auto"))
+    assert_says(str(outcome.error), "layers.2.weight has no shape yet", "call the module once before the fit")
+
+
+def test_a_strategy_that_chooses_is_no_candidate() -> None:
+    strategies = [candidate.as_written for candidate in candidates_for(2, Net(), AutoStrategy())[0]]
+    assert set(strategies) == {None}
+    with pytest.raises(ShardingError, match="Choose one: --strategy NAME"):
+        candidate_of(AutoStrategy(), None, 2)
+
+
 class LogsPictures(Net):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         for logger in self.loggers:
             logger.experiment.add_image("batch", batch, batch_idx)
-        assert str(Path(str(self.trainer.log_dir)) / "batch.png")
+        assert self.trainer.log_dir is not None  # a step may write beside the logs
         assert len(self.loggers) == 2
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss)
@@ -659,7 +678,9 @@ class LogsPictures(Net):
 
 def test_a_step_may_use_the_loggers_which_log_nothing() -> None:
     loggers = [DummyLogger(), DummyLogger()]
-    outcome = rehearse_candidate(fit_of(LogsPictures(), logger=loggers, log_every_n_steps=1), Candidate(strategy="auto"))
+    outcome = rehearse_candidate(
+        fit_of(LogsPictures(), logger=loggers, log_every_n_steps=1), Candidate(strategy="auto")
+    )
     assert outcome.error is None
     assert outcome.assumptions == []
 

@@ -13,6 +13,7 @@ from torch import nn
 from fsdp_core.device_names import ANY_ACCELERATOR
 from fsdp_core.errors import ShardingError
 from fsdp_core.plugins import registry
+from fsdp_core.plugins.auto_info import AUTO
 from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.plugins.strategy_info import StrategyInfo
 from fsdp_core.sharding.units.wrap_policy import repeated_blocks
@@ -79,7 +80,7 @@ def candidates_for(
     """
     candidates = [Candidate(strategy="auto")]
     refused: dict[str, str] = {}
-    if isinstance(script_strategy, TrainerStrategy | FabricStrategy):
+    if isinstance(script_strategy, TrainerStrategy | FabricStrategy) and not _chooses(script_strategy):
         name = str(getattr(script_strategy, "strategy_name", type(script_strategy).__name__))
         candidates.append(Candidate(strategy=name, ranks=ranks, as_written=script_strategy))
     if ranks == 1:
@@ -94,6 +95,11 @@ def candidates_for(
         else:
             refused[info.name] = why
     return candidates, refused
+
+
+def _chooses(script_strategy: object) -> bool:
+    """Whether a strategy is the one that chooses another by a rehearsal: it is none itself."""
+    return getattr(script_strategy, "strategy_name", None) == AUTO.name
 
 
 def _distinct_strategies() -> list[StrategyInfo]:
@@ -159,7 +165,7 @@ def candidate_of(script_strategy: object, name: str | None, ranks: int) -> Candi
     Raises:
         ShardingError: The script's own is none that shards, or can't be rehearsed.
     """
-    if name is None and isinstance(script_strategy, TrainerStrategy | FabricStrategy):
+    if name is None and isinstance(script_strategy, TrainerStrategy | FabricStrategy) and not _chooses(script_strategy):
         label = str(getattr(script_strategy, "strategy_name", type(script_strategy).__name__))
         return Candidate(strategy=label, ranks=ranks, as_written=script_strategy)
     if name is None and isinstance(script_strategy, str) and script_strategy.lower() in registry.strategies():

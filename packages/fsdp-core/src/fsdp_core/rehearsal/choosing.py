@@ -12,7 +12,7 @@ from fsdp_core.plugins import registry
 from fsdp_core.rehearsal.candidates import Candidate
 from fsdp_core.rehearsal.planning import Outcome
 
-__all__ = ["SPARE", "Choice", "choose"]
+__all__ = ["SPARE", "Choice", "choose", "what_to_do_instead"]
 
 #: How much of a device's memory must be left over by what a plan says, as a part of that: what is not in a plan are
 #: the rounding of allocators, and what libraries allocate for themselves.
@@ -72,7 +72,7 @@ def choose(planned: Sequence[tuple[Candidate, Outcome]], memory: int) -> Choice:
     if not rehearsed:
         raise ShardingError(
             f"the fit could not be rehearsed, so that nothing can be chosen: {_list_errors(planned)}.\n"
-            f"Write a strategy by its name, of {', '.join(registry.strategies())}."
+            f"{what_to_do_instead()}"
         )
     if not fitting:
         _, least = min(rehearsed, key=lambda plan: plan[1].needed_bytes)
@@ -93,6 +93,15 @@ def choose(planned: Sequence[tuple[Candidate, Outcome]], memory: int) -> Choice:
         peak_bytes=outcome.peak_bytes,
         reason=_reason(outcome, fitting, planned, memory),
         assumptions=[f"{what}{f', at {location}' if location else ''}" for what, location, _ in outcome.assumptions],
+    )
+
+
+def what_to_do_instead() -> str:
+    """What users can do about a fit that can't be rehearsed: it may be their error, or the rehearsal's limit."""
+    return (
+        "If a run would raise this too, mend it there; FSDP_PLAN_TRACEBACK=1 in the environment shows the whole stack. "
+        "If only the rehearsal does, whose tensors have no values, write a strategy by its name, which is not "
+        f"rehearsed, of {', '.join(['ddp', *registry.strategies()])}."
     )
 
 
@@ -117,7 +126,8 @@ def _reason(
     whole = next((other for candidate, other in planned if candidate.strategy == "ddp" and other.error is None), None)
     if whole is not None and whole is not outcome and all(other is not whole for _, other in fitting):
         reason += f"; whole parameters on each, by DDP, would need {size_in_words(whole.needed_bytes)}"
-    return reason
+    failed = [plan for plan in planned if plan[1].error is not None]
+    return f"{reason}; left out: {_list_errors(failed)}" if failed else reason
 
 
 def _code_with_import(candidate: Candidate) -> str:
@@ -131,4 +141,4 @@ def _list_errors(planned: Sequence[tuple[Candidate, Outcome]]) -> str:
     by_error: dict[str, list[str]] = {}
     for _, outcome in planned:
         by_error.setdefault(str(outcome.error), []).append(outcome.code)
-    return "; ".join(f"{', '.join(codes)}: {error}" for error, codes in by_error.items())
+    return "; ".join(f"{', '.join(codes)}: {error.rstrip('.')}" for error, codes in by_error.items())

@@ -18,6 +18,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from fsdp_core.device_names import REHEARSED
@@ -213,6 +214,12 @@ def _leave_out_callbacks(module: pl.LightningModule, values: KnownValues) -> Non
 def _with_fake_tensors(
     module: pl.LightningModule, fake_mode: FakeTensorMode, values: KnownValues
 ) -> pl.LightningModule:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise ShardingError(
+                f"{name} has no shape yet, since lazy modules make their parameters in a first forward pass: call the "
+                "module once before the fit, with a batch"
+            )
     if all(is_fake(tensor) for tensor in (*module.parameters(), *module.buffers())):
         return module
     with FakeCopyMode(fake_mode):

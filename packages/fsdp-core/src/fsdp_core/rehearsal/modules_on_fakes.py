@@ -107,8 +107,8 @@ def _assign_as_rebuilt(module: DistributedDataParallel, assign: Callable[..., An
 class _ReducerWithFirstBuckets:
     """DDP's reducer, which does not rebuild its buckets after the first backward pass.
 
-    To rebuild them, ranks exchange an order of gradients in memory that fakes don't have. There, DDP refuses to go on if
-    a backward pass has left gradients out; this does so too.
+    To rebuild them, ranks exchange an order of gradients in memory that fakes don't have. There, DDP refuses to go on
+    if a backward pass has left gradients out; this does so too.
     """
 
     def __init__(self, module: DistributedDataParallel) -> None:
@@ -140,7 +140,9 @@ class _ReducerWithFirstBuckets:
         without = sorted(self._names - self._with_gradient) if self._with_gradient else []
         if without:
             names = ", ".join(without[:3]) + (f" and {len(without) - 3} more" if len(without) > 3 else "")
-            raise ShardingError(f"DDP needs a gradient of each parameter in each backward pass, and has none of {names}")
+            raise ShardingError(
+                f"DDP needs a gradient of each parameter in each backward pass, and has none of {names}"
+            )
         return False
 
 

@@ -165,6 +165,8 @@ def _explain(error: BaseException) -> str:
     """What an error says, and the user's line that has raised it."""
     if isinstance(error, DynamicOutputShapeException):
         return f"{error.func}, of which the shape of the result depends on values{line_of_error(error)}"
+    if isinstance(error, ShardingError):
+        return first_line(error).removesuffix(".")
     operator = operator_without_fake(error)
     if operator is None:
         return f"{type(error).__name__}: {first_line(error)}{line_of_error(error)}"

@@ -19,6 +19,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric import Fabric
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 
 from fsdp_core.errors import ShardingError, first_line
@@ -332,7 +333,7 @@ def _loader_of(trainer: pl.Trainer, module: pl.LightningModule, loaders: Any, da
     if datamodule is not None:
         datamodule.trainer = trainer
     source.prepare_data()
-    source.setup("fit")
+    source.setup(TrainerFn.FITTING)
     return source.train_dataloader()
 
 
@@ -348,8 +349,8 @@ def _length(loader: CombinedLoader) -> int | None:
         return None
 
 
-def _first_batches(loader: CombinedLoader, count: int, patience: float) -> list[Any]:
-    """The first batches of a loader, which gets some time for them."""
+def _first_batches(loader: CombinedLoader, count: int, patience: float | None) -> list[Any]:
+    """The first batches of a loader, which gets some seconds for them, or as long as it takes."""
     answer: list[Any] = []
 
     def take() -> None:
@@ -392,24 +393,22 @@ def fit_of_trainer(
         precision: The arguments by which the Trainer was given its precision.
 
     Raises:
-        ShardingError: The loader is empty, or takes longer than a minute for its first batch.
+        ShardingError: The loader is empty.
     """
     if isinstance(loaders, pl.LightningDataModule):  # given by position
         loaders, datamodule = None, loaders
     module = unwrap_compiled(module)
     started = time.perf_counter()
     loader = _combined(_loader_of(trainer, module, loaders, datamodule))
-    drawn = _first_batches(loader, 1, 60.0)
+    drawn = _first_batches(loader, 1, None)  # the run waits for it too
     keywords: dict[str, Any] = {name: getattr(trainer, name) for name in _KEPT_BY_TRAINERS}
+    keywords |= {**precision, "logger": trainer.loggers, "callbacks": list(vars(trainer)["callbacks"])}
     return CaughtFit(
         module=module,
         drawn=drawn,
         batches=_length(loader),
         datamodule=datamodule,
-        trainer_keywords={
-            **{**keywords, **precision, "logger": trainer.loggers},
-            "callbacks": list(vars(trainer)["callbacks"]),
-        },
+        trainer_keywords=keywords,
         seconds_for_batch=time.perf_counter() - started,
         location=line_of_call(),
     )
