@@ -175,14 +175,15 @@ def _choose(strategy: AutoStrategy, trainer: pl.Trainer, module: Any, loaders: A
     is_ready = kind != "cpu" and devices.is_initialized(kind)
     here = strategy.memory or (_device_memory(kind, strategy.num_processes) if is_ready else None)
 
-    def plan() -> tuple[int, list[tuple[Candidate, Outcome]]] | str:
+    def plan() -> tuple[int, list[tuple[Candidate, Outcome]], dict[str, str]] | str:
         try:
             forget_groups_of_parent()  # of an earlier fit of this process
             memory = here or _device_memory(kind, strategy.num_processes)
             fit = fit_of_trainer(trainer, module, loaders, datamodule, precision_of(trainer))
-            wanted = _candidates(kind, ranks, fit.module)
+            wanted, refused = _candidates(kind, ranks, fit.module)
             device = kind if kind in REHEARSED else REHEARSED[0]
-            return memory, [(candidate, rehearse_candidate(fit, candidate, device=device)) for candidate in wanted]
+            planned = [(candidate, rehearse_candidate(fit, candidate, device=device)) for candidate in wanted]
+            return memory, planned, refused
         except ShardingError as error:
             return f"nothing can be chosen: {error}"
         except Exception as error:
@@ -195,7 +196,7 @@ def _choose(strategy: AutoStrategy, trainer: pl.Trainer, module: Any, loaders: A
         answer = f"the fit could not be rehearsed, so that nothing can be chosen: {error}.\n{what_to_do_instead()}"
     if isinstance(answer, str):
         raise ShardingError(answer)
-    memory, planned = answer
+    memory, planned, refused = answer
     if not planned:
         raise ShardingError(
             f"no installed strategy that can be rehearsed runs on {kind!r} devices, so that nothing can be chosen.\n"
@@ -207,24 +208,29 @@ def _choose(strategy: AutoStrategy, trainer: pl.Trainer, module: Any, loaders: A
             "torch then runs none in processes that are forked, as rehearsals are.\n"
             "Write a strategy by its name, of those that `fsdp list` shows; or fit in another process, or first."
         )
-    return choose(planned, memory)
+    return choose(planned, memory, refused)
 
 
-def _candidates(kind: str, ranks: int, module: nn.Module) -> list[Candidate]:
-    """The candidates that run on so many devices of a kind. Lightning's own strategies know its own kinds alone."""
+def _candidates(kind: str, ranks: int, module: nn.Module) -> tuple[list[Candidate], dict[str, str]]:
+    """The candidates that run on so many devices of a kind, and what would run there and can't be rehearsed, with why.
+
+    Lightning's own strategies know its own kinds alone.
+    """
     if kind in LIGHTNINGS_OWN:
         whole = [Candidate(strategy="auto")] if ranks == 1 else [Candidate(strategy="ddp", ranks=ranks)]
         if ranks == 1:
-            return whole
+            return whole, {}
     else:
         whole = []
-    candidates, _ = candidates_for(max(2, ranks), module)
+    candidates, refused = candidates_for(max(2, ranks), module)
     sharded = [replace(candidate, ranks=ranks) for candidate in candidates if candidate.strategy not in ("auto", "ddp")]
-    return [*whole, *(candidate for candidate in sharded if _runs_on(candidate, kind))]
+    here = [candidate for candidate in sharded if _runs_on(candidate.strategy, kind)]
+    infos = registry.strategies()  # of a package that does not load, nothing is known
+    return [*whole, *here], {name: why for name, why in refused.items() if name not in infos or _runs_on(name, kind)}
 
 
-def _runs_on(candidate: Candidate, kind: str) -> bool:
-    accelerators = registry.describe(candidate.strategy).accelerators
+def _runs_on(strategy: str, kind: str) -> bool:
+    accelerators = registry.describe(strategy).accelerators
     return kind in accelerators or (kind != "cpu" and ANY_ACCELERATOR in accelerators)
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import Strategy as TrainerStrategy
 from torch import nn
 
 from fsdp_core.device_names import ANY_ACCELERATOR
-from fsdp_core.errors import ShardingError
+from fsdp_core.errors import BrokenStrategyError, ShardingError, first_line
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.auto_info import AUTO
 from fsdp_core.plugins.capabilities import Capability
@@ -79,12 +79,12 @@ def candidates_for(
         The candidates, and the installed strategies that can't be rehearsed, with why.
     """
     candidates = [Candidate(strategy="auto")]
-    refused: dict[str, str] = {}
+    refused = {plugin.name: str(plugin) for plugin in registry.broken()}
     if isinstance(script_strategy, TrainerStrategy | FabricStrategy) and not _chooses(script_strategy):
         name = str(getattr(script_strategy, "strategy_name", type(script_strategy).__name__))
         candidates.append(Candidate(strategy=name, ranks=ranks, as_written=script_strategy))
     if ranks == 1:
-        return candidates, refused
+        return candidates, {}
     candidates.append(Candidate(strategy="ddp", ranks=ranks))
     has_blocks = bool(repeated_blocks(module))
     for info in _distinct_strategies():
@@ -125,7 +125,10 @@ def why_not_rehearsed(info: StrategyInfo) -> str | None:
     """
     if ANY_ACCELERATOR not in info.accelerators and "cpu" not in info.accelerators:
         return "it records what it computes for a compiler, which a rehearsal does not run"
-    return registry.unavailable(info.name)
+    try:
+        return registry.unavailable(info.name)
+    except BrokenStrategyError as error:  # its probe has failed
+        return first_line(error)
 
 
 def _option_sets(info: StrategyInfo, has_blocks: bool) -> list[dict[str, Any]]:

@@ -45,7 +45,9 @@ class Choice:
     assumptions: Sequence[str] = ()
 
 
-def choose(planned: Sequence[tuple[Candidate, Outcome]], memory: int) -> Choice:
+def choose(
+    planned: Sequence[tuple[Candidate, Outcome]], memory: int, refused: Mapping[str, str] | None = None
+) -> Choice:
     """Choose the candidate that costs least of those that fit.
 
     Fewer bytes sent cost less; where these are alike, less computation, which recomputed activations repeat. Costs are
@@ -55,6 +57,7 @@ def choose(planned: Sequence[tuple[Candidate, Outcome]], memory: int) -> Choice:
     Args:
         planned: Candidates, the simplest first, with what their rehearsals have shown.
         memory: The bytes that a device has.
+        refused: What is installed and can't be rehearsed, with why.
 
     Raises:
         ShardingError: None fits with a tenth of its need to spare, or none could be rehearsed.
@@ -74,11 +77,12 @@ def choose(planned: Sequence[tuple[Candidate, Outcome]], memory: int) -> Choice:
             f"the fit could not be rehearsed, so that nothing can be chosen: {_list_errors(planned)}.\n"
             f"{what_to_do_instead()}"
         )
+    left_out = _left_out(planned, refused or {})
     if not fitting:
         _, least = min(rehearsed, key=lambda plan: plan[1].needed_bytes)
         raise ShardingError(
             f"nothing fits {size_in_words(memory)} a device with a tenth to spare. The least is {least.code}, with "
-            f"{size_in_words(least.needed_bytes)}.\n"
+            f"{size_in_words(least.needed_bytes)}{left_out}.\n"
             "Use more devices, a smaller batch with accumulate_grad_batches, or cpu_offload=True; `fsdp plan` shows "
             f"what needs how much. To try the least all the same, write {least.code}."
         )
@@ -91,7 +95,7 @@ def choose(planned: Sequence[tuple[Candidate, Outcome]], memory: int) -> Choice:
         ranks=candidate.ranks,
         code=_code_with_import(candidate),
         peak_bytes=outcome.peak_bytes,
-        reason=_reason(outcome, fitting, planned, memory),
+        reason=_reason(outcome, fitting, planned, memory) + left_out,
         assumptions=[f"{what}{f', at {location}' if location else ''}" for what, location, _ in outcome.assumptions],
     )
 
@@ -126,8 +130,13 @@ def _reason(
     whole = next((other for candidate, other in planned if candidate.strategy == "ddp" and other.error is None), None)
     if whole is not None and whole is not outcome and all(other is not whole for _, other in fitting):
         reason += f"; whole parameters on each, by DDP, would need {size_in_words(whole.needed_bytes)}"
+    return reason
+
+
+def _left_out(planned: Sequence[tuple[Candidate, Outcome]], refused: Mapping[str, str]) -> str:
     failed = [plan for plan in planned if plan[1].error is not None]
-    return f"{reason}; left out: {_list_errors(failed)}" if failed else reason
+    errors = [*([_list_errors(failed)] if failed else ()), *(f"{name}: {why}" for name, why in refused.items())]
+    return f"; left out: {'; '.join(errors)}" if errors else ""
 
 
 def _code_with_import(candidate: Candidate) -> str:
