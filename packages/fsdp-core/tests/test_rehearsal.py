@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
 from types import ModuleType
@@ -17,11 +18,13 @@ import torch.distributed as dist
 from click.testing import CliRunner
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.data import DataLoader
 
 from fsdp_core.cli import fsdp, scripts
 from fsdp_core.cli.plan import parse_size
@@ -645,6 +648,30 @@ def test_what_ddp_refuses_in_a_second_step_is_no_plan(
     outcome = rehearse_candidate(fit_of(module(), **arguments), Candidate(strategy="ddp", ranks=2))
     assert_says(str(outcome.error), *refused) if refused else None
     assert (outcome.error is None) == (not refused)
+
+
+class Widens(pl.LightningDataModule):
+    factor = 2
+
+    def train_dataloader(self) -> Any:
+        raise AssertionError("a batch was drawn before")
+
+    def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+        return batch.repeat(1, self.factor)
+
+
+class UsesItsData(Net):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        assert len(self.trainer.train_dataloader.dataset) == 3
+        return super().training_step(batch[:, : 4 * self.trainer.datamodule.factor], batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+
+
+def test_hooks_of_data_modules_and_attributes_of_loaders_are_there() -> None:
+    fit = replace(fit_of(UsesItsData()), datamodule=Widens(), train_loader=DataLoader([1, 2, 3]))  # type: ignore[arg-type]
+    assert rehearse_candidate(fit, Candidate(strategy="auto")).error is None
 
 
 class Lazy(Net):

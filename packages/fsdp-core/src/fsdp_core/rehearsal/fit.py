@@ -59,6 +59,8 @@ class RehearsedRun:
         build: Makes the module: the user's own, with fake or real parameters.
         batch: A batch of the user's loader.
         batches: The number of batches of an epoch; ``None`` if the loader does not say.
+        loader: The user's loader, whose attributes a step may ask for.
+        datamodule: The user's data module, whose hooks get the batches.
         trainer_arguments: The Trainer's arguments, without strategy, devices and the like.
         strategy: The strategy, by name or as an object.
         ranks: The number of ranks.
@@ -71,6 +73,8 @@ class RehearsedRun:
     build: Callable[[], pl.LightningModule]
     batch: Any
     batches: int | None = None
+    loader: Any = None
+    datamodule: pl.LightningDataModule | None = None
     trainer_arguments: Mapping[str, Any] = field(default_factory=dict)
     strategy: str | Strategy = "auto"
     ranks: int = 1
@@ -131,12 +135,13 @@ def rehearse_fit(run: RehearsedRun) -> Rehearsal:
         memory.take(module.parameters(), "parameters")
         memory.take(module.buffers(), "buffers")
         numel = sum(parameter.numel() for parameter in module.parameters())
-        batches = _FakeBatches(run.batch, run.batches, fake_mode, memory, values)
+        batches = _FakeBatches(run, fake_mode, memory, values)
+        data = batches if run.datamodule is None else _with_batches(run.datamodule, batches)
         marks = StepMarks(memory, leaves_at_once=True)
         trainer = _trainer(run, marks)
         _leave_out_callbacks(module, values)
         try:
-            trainer.fit(module, batches)
+            trainer.fit(module, data)
         except EnoughSteps:  # before hooks of the epoch's end, which may write files
             pass
         finally:
@@ -249,11 +254,14 @@ def _follow_parameters(module: pl.LightningModule, real_module: pl.LightningModu
 class _FakeBatches:
     """A loader of one batch, again and again, on fake tensors whose integers are known."""
 
-    def __init__(
-        self, batch: Any, count: int | None, fake_mode: FakeTensorMode, memory: MemoryMode, values: KnownValues
-    ) -> None:
-        self._batch, self._count = batch, count
+    def __init__(self, run: RehearsedRun, fake_mode: FakeTensorMode, memory: MemoryMode, values: KnownValues) -> None:
+        self._batch, self._count, self._loader = run.batch, run.batches, run.loader
         self._fake_mode, self._memory, self._values = fake_mode, memory, values
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)  # such as its dataset
 
     def __len__(self) -> int:
         if self._count is None:
@@ -270,6 +278,14 @@ class _FakeBatches:
         self._values.know(fake, tensor)
         self._memory.take([fake], "batch")
         return fake
+
+
+def _with_batches(datamodule: pl.LightningDataModule, batches: _FakeBatches) -> pl.LightningDataModule:
+    """A copy of a data module that has been set up, whose train loader gives other batches."""
+    rehearsed = copy.copy(datamodule)
+    instead = {"prepare_data": lambda: None, "setup": lambda stage: None, "teardown": lambda stage: None}
+    vars(rehearsed).update({**instead, "train_dataloader": lambda: batches})
+    return rehearsed
 
 
 @contextmanager

@@ -43,6 +43,7 @@ def fakes_allowed(values: KnownValues) -> Iterator[None]:
         )
         contexts.enter_context(replaced(flat_param, "_data_ptr_allocated", lambda _: _has_bytes))
         contexts.enter_context(replaced(DistributedDataParallel, "__init__", _with_own_reduction))
+        contexts.enter_context(replaced(torch, "tensor", _tensor_of_numbers))
         contexts.enter_context(replaced(rnn, "_VF", lambda functions: _RecurrentFunctions(functions)))
         contexts.enter_context(replaced(rnn, "invert_permutation", lambda _: _invert_permutation))
         for module_name, name in _LOOKS_FOR_FAKES:
@@ -144,6 +145,18 @@ class _ReducerWithFirstBuckets:
                 f"DDP needs a gradient of each parameter in each backward pass, and has none of {names}"
             )
         return False
+
+
+def _tensor_of_numbers(build: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``torch.tensor()``, which reads the memory of scalars in lists: of norms of gradients, such as Lightning logs."""
+
+    @functools.wraps(build)
+    def build_of_numbers(data: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(data, list | tuple):
+            data = [item.item() if isinstance(item, FakeTensor) and item.dim() == 0 else item for item in data]
+        return build(data, *args, **kwargs)
+
+    return build_of_numbers
 
 
 class _RecurrentFunctions:

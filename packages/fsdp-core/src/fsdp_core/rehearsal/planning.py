@@ -145,6 +145,8 @@ def _rehearse(fit: CaughtFit, candidate: Candidate, rank: int, draws: bool, devi
                 build=lambda: fit.module,
                 batch=fit.batch,
                 batches=fit.batches,
+                loader=fit.train_loader,
+                datamodule=fit.datamodule,
                 trainer_arguments={**fit.trainer_arguments, "callbacks": fit.callbacks},
                 strategy=candidate.build(),
                 ranks=candidate.ranks,

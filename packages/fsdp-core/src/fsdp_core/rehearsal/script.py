@@ -56,6 +56,7 @@ class CaughtFit:
         seconds_for_batch: How long these batches took.
         location: The file and line of the call.
         loader: The train loader that ``fit`` was given; ``None`` if it comes of the module or the data module.
+        train_loader: The train loader, wherever it comes from.
     """
 
     module: pl.LightningModule
@@ -66,6 +67,7 @@ class CaughtFit:
     seconds_for_batch: float
     location: str
     loader: Any = None
+    train_loader: Any = None
 
     @property
     def precision(self) -> Any:
@@ -259,7 +261,8 @@ def _fits_caught(
             train_dataloaders, datamodule = None, train_dataloaders
         module: Any = unwrap_compiled(model)
         started = time.perf_counter()
-        loader = _combined(_loader_of(self, module, train_dataloaders, datamodule))
+        train_loader = _loader_of(self, module, train_dataloaders, datamodule)
+        loader = _combined(train_loader)
         drawn = _first_batches(loader, count, patience)
         caught = CaughtFit(
             module=module,
@@ -270,6 +273,7 @@ def _fits_caught(
             seconds_for_batch=time.perf_counter() - started,
             location=line_of_call(),
             loader=train_dataloaders,
+            train_loader=train_loader,
         )
         set_methods(originals)  # a rehearsal fits
         try:
@@ -399,7 +403,8 @@ def fit_of_trainer(
         loaders, datamodule = None, loaders
     module = unwrap_compiled(module)
     started = time.perf_counter()
-    loader = _combined(_loader_of(trainer, module, loaders, datamodule))
+    train_loader = _loader_of(trainer, module, loaders, datamodule)
+    loader = _combined(train_loader)
     drawn = _first_batches(loader, 1, None)  # the run waits for it too
     keywords: dict[str, Any] = {name: getattr(trainer, name) for name in _KEPT_BY_TRAINERS}
     keywords |= {**precision, "logger": trainer.loggers, "callbacks": list(vars(trainer)["callbacks"])}
@@ -411,6 +416,7 @@ def fit_of_trainer(
         trainer_keywords=keywords,
         seconds_for_batch=time.perf_counter() - started,
         location=line_of_call(),
+        train_loader=train_loader,
     )
 
 
