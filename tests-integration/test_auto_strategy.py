@@ -18,6 +18,7 @@ import auto_fits
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.testing import RankPool
 from fsdp_core.testing.launching.forking import allow_children
+from fsdp_core.testing.refusals import assert_says
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +111,43 @@ def test_what_it_can_not_choose_for_is_refused() -> None:
     small = auto_fits.AutoStrategy(memory=1000)
     with pytest.raises(ShardingError, match="nothing fits 1000 B a device with a tenth to spare"):
         auto_fits.new_trainer(small, devices=1).fit(auto_fits.Net(), auto_fits.new_loader())
+
+
+@pytest.mark.parametrize("memory", ["80GiB", 0, True])
+def test_memory_is_a_number_of_bytes(memory: Any) -> None:
+    with pytest.raises(ShardingError, match=r"is no number of bytes\.\nWrite one, such as memory=80 \* 2\*\*30"):
+        auto_fits.AutoStrategy(memory=memory)
+    assert auto_fits.AutoStrategy(memory=8e9).memory == 8_000_000_000
+
+
+def test_a_choice_for_other_ranks_is_left_for_their_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that fits on one device and then on two: the second rank runs both."""
+    choice = json.dumps({"strategy": "fsdp2", "ranks": 2})
+    for name, value in {"LOCAL_RANK": "1", "FSDP_AUTO_CHOICE": choice}.items():
+        monkeypatch.setenv(name, value)
+    trainer = auto_fits.new_trainer("fsdp_auto", devices=1)
+    trainer.fit(auto_fits.Net(), auto_fits.new_loader())
+    assert type(trainer.strategy).__name__ == "SingleDeviceStrategy"
+    assert os.environ["FSDP_AUTO_CHOICE"] == choice
+    monkeypatch.setenv("FSDP_AUTO_CHOICE", "fsdp2")
+    with pytest.raises(ShardingError, match="'fsdp2', which is no choice of fsdp_auto"):
+        auto_fits.new_trainer("fsdp_auto", devices=1).fit(auto_fits.Net(), auto_fits.new_loader())
+
+
+class WithAnError(auto_fits.Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch[:, 1:], batch_idx)
+
+
+class WithoutData(pl.LightningDataModule):
+    def setup(self, stage: str) -> None:
+        raise FileNotFoundError("no data here")
+
+
+def test_an_error_of_the_users_is_said_with_its_line() -> None:
+    with pytest.raises(ShardingError) as raised:
+        auto_fits.new_trainer("fsdp_auto", devices=1).fit(WithAnError(), auto_fits.new_loader())
+    assert_says(str(raised.value), "auto_fits.py:", "If a run would raise this too, mend it there")
+    with pytest.raises(ShardingError) as raised:
+        auto_fits.new_trainer("fsdp_auto", devices=1).fit(auto_fits.Net(), WithoutData())
+    assert_says(str(raised.value), "no data here (", "test_auto_strategy.py:", "mend it there")

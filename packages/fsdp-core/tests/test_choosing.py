@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import nn
 
 from fsdp_core.errors import ShardingError
-from fsdp_core.rehearsal.candidates import Candidate
+from fsdp_core.plugins import registry
+from fsdp_core.plugins.discovery import BrokenPlugin
+from fsdp_core.rehearsal.candidates import Candidate, candidates_for
 from fsdp_core.rehearsal.choosing import choose
 from fsdp_core.rehearsal.planning import Outcome
 
@@ -53,5 +56,28 @@ def test_where_nothing_fits_the_least_is_named() -> None:
 
 def test_what_can_not_be_rehearsed_is_said_once() -> None:
     plans = [planned("a", error="no shapes, at train.py:3"), planned("b", error="no shapes, at train.py:3")]
-    with pytest.raises(ShardingError, match=r"nothing can be chosen: a, b: no shapes, at train\.py:3"):
+    with pytest.raises(
+        ShardingError,
+        match=r"nothing can be chosen: a, b: no shapes, at train\.py:3\.\nIf a run would raise this too, mend it there",
+    ):
         choose(plans, 1000)
+
+
+def test_what_was_left_out_is_said_with_the_choice() -> None:
+    plans = [planned("ddp", error="no gradient of x"), planned("b")]
+    refused = {"c": "its package failed to load"}
+    choice = choose(plans, 1000, refused)
+    assert choice.strategy == "b"
+    assert choice.reason.endswith("in a step; left out: ddp: no gradient of x; c: its package failed to load")
+    with pytest.raises(
+        ShardingError, match=r"The least is b, with 100 B; left out: ddp: no gradient of x; c: its pack"
+    ):
+        choose(plans, 10, refused)
+
+
+def test_a_package_that_does_not_load_is_no_candidate_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    provider = next(iter(registry.strategies().values())).name
+    broken = BrokenPlugin(name="c", provider=registry.provider(provider), error=ImportError("no libc.so"))
+    monkeypatch.setattr(registry, "broken", lambda: (broken,))
+    _, refused = candidates_for(2, nn.Linear(2, 2))
+    assert refused["c"].endswith("failed to load: ImportError: no libc.so")

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import select
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +30,7 @@ from fsdp_core.proving.batches import batches_of_one_size, join_batches
 from fsdp_core.proving.proof import BATCHES, Row, prove_fit
 from fsdp_core.proving.rows_of_ranks import can_read_as_ranks, read_the_same
 from fsdp_core.proving.runs import TrainedRun, TrainedStep, compare_runs
-from fsdp_core.rehearsal.forks import Failed, call_in_forks
+from fsdp_core.rehearsal.forks import Failed, call_in_fork, call_in_forks
 from fsdp_core.rehearsal.script import CaughtFit
 from fsdp_core.testing.refusals import assert_says
 
@@ -428,6 +433,43 @@ def test_processes_that_fail_say_so() -> None:
     outcomes = call_in_forks([lambda: 1, fail], 60)
     assert outcomes == [1, Failed(words=outcomes[1].words, is_refusal=True)]  # type: ignore[union-attr]
     assert_says(outcomes[1].words, "ShardingError: too small", "test_proving.py:")  # type: ignore[union-attr]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, processes can't ask to end with their parent")
+def test_processes_end_with_the_one_that_is_killed(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    reading, writing = os.pipe()  # whose writing end each process has
+
+    def wait_long() -> None:
+        (tmp_path / "new").write_text(str(os.getppid()))
+        (tmp_path / "new").rename(pids)
+        time.sleep(60)
+
+    def kill_its_parent() -> None:
+        while not pids.exists():
+            time.sleep(0.01)
+        os.kill(int(pids.read_text()), signal.SIGKILL)
+
+    killed, _ = call_in_forks([lambda: call_in_fork(wait_long), kill_its_parent], 60)
+    os.close(writing)
+    assert killed == Failed(words="the process ended by SIGKILL")
+    assert select.select([reading], [], [], 30)[0], "a process is still there"
+    assert os.read(reading, 1) == b""
+    os.close(reading)
+
+
+def test_processes_end_with_an_interrupted_call() -> None:
+    def interrupt() -> None:
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(300)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call_in_fork(interrupt)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not multiprocessing.active_children()
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

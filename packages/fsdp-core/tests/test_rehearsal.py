@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
 from types import ModuleType
@@ -16,17 +17,21 @@ import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.data import DataLoader
 
 from fsdp_core.cli import fsdp, scripts
 from fsdp_core.cli.plan import parse_size
 from fsdp_core.cli.rehearse import rehearse
 from fsdp_core.errors import ShardingError
-from fsdp_core.rehearsal.candidates import Candidate
+from fsdp_core.rehearsal.auto_strategy import AutoStrategy
+from fsdp_core.rehearsal.candidates import Candidate, candidate_of, candidates_for
 from fsdp_core.rehearsal.collectives import Collective, total_sent
 from fsdp_core.rehearsal.fit import RehearsedRun, rehearse_fit
 from fsdp_core.rehearsal.imagined_ranks import imagined_world
@@ -621,6 +626,90 @@ def test_a_loss_can_be_written_with_digits() -> None:
 def test_an_operator_without_a_fake_is_named_with_what_to_write() -> None:
     outcome = rehearse_candidate(fit_of(WithoutFake()), Candidate(strategy="auto"))
     assert_says(str(outcome.error), "rehearsed::double", "test_rehearsal.py:", "torch.library.register_fake")
+
+
+class UsesItsFirstLayer(Net):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.layers[0](batch).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "refused"),
+    [
+        (UsesItsFirstLayer, {}, ["DDP needs a gradient of each parameter", "none of layers.1.bias, layers.1.weight"]),
+        (UsesItsFirstLayer, {"accumulate_grad_batches": 2}, ["DDP needs a gradient of each parameter"]),
+        (Net, {"accumulate_grad_batches": 2}, []),
+        (TwoOptimizers, {}, []),
+    ],
+)
+def test_what_ddp_refuses_in_a_second_step_is_no_plan(
+    module: type[Net], arguments: dict[str, Any], refused: list[str]
+) -> None:
+    outcome = rehearse_candidate(fit_of(module(), **arguments), Candidate(strategy="ddp", ranks=2))
+    assert_says(str(outcome.error), *refused) if refused else None
+    assert (outcome.error is None) == (not refused)
+
+
+class Widens(pl.LightningDataModule):
+    factor = 2
+
+    def train_dataloader(self) -> Any:
+        raise AssertionError("a batch was drawn before")
+
+    def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+        return batch.repeat(1, self.factor)
+
+
+class UsesItsData(Net):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        assert len(self.trainer.train_dataloader.dataset) == 3
+        return super().training_step(batch[:, : 4 * self.trainer.datamodule.factor], batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+
+
+def test_hooks_of_data_modules_and_attributes_of_loaders_are_there() -> None:
+    fit = replace(fit_of(UsesItsData()), datamodule=Widens(), train_loader=DataLoader([1, 2, 3]))  # type: ignore[arg-type]
+    assert rehearse_candidate(fit, Candidate(strategy="auto")).error is None
+
+
+class Lazy(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.append(torch.nn.LazyLinear(2))
+
+
+def test_parameters_without_shapes_are_no_plan() -> None:
+    outcome = rehearse_candidate(fit_of(Lazy()), Candidate(strategy="auto"))
+    assert_says(str(outcome.error), "layers.2.weight has no shape yet", "call the module once before the fit")
+
+
+def test_a_strategy_that_chooses_is_no_candidate() -> None:
+    strategies = [candidate.as_written for candidate in candidates_for(2, Net(), AutoStrategy())[0]]
+    assert set(strategies) == {None}
+    with pytest.raises(ShardingError, match="Choose one: --strategy NAME"):
+        candidate_of(AutoStrategy(), None, 2)
+
+
+class LogsPictures(Net):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        for logger in self.loggers:
+            logger.experiment.add_image("batch", batch, batch_idx)
+        assert self.trainer.log_dir is not None  # a step may write beside the logs
+        assert len(self.loggers) == 2
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+def test_a_step_may_use_the_loggers_which_log_nothing() -> None:
+    loggers = [DummyLogger(), DummyLogger()]
+    outcome = rehearse_candidate(
+        fit_of(LogsPictures(), logger=loggers, log_every_n_steps=1), Candidate(strategy="auto")
+    )
+    assert outcome.error is None
+    assert outcome.assumptions == []
 
 
 def test_a_fit_without_a_step_is_no_plan() -> None:

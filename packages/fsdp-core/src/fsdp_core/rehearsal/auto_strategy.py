@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.accelerators import XLAAccelerator
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import distributed, nn
@@ -24,10 +25,11 @@ from fsdp_core.lightning.outside_steps.sharded_modules import size_in_words
 from fsdp_core.lightning.private import TrainerLauncher, precision_of, take_strategy
 from fsdp_core.plugins import registry
 from fsdp_core.rehearsal.candidates import Candidate, candidates_for
-from fsdp_core.rehearsal.choosing import Choice, choose
+from fsdp_core.rehearsal.choosing import Choice, choose, what_to_do_instead
 from fsdp_core.rehearsal.forks import call_in_fork
 from fsdp_core.rehearsal.planning import Outcome, rehearse_candidate
 from fsdp_core.rehearsal.script import fit_of_trainer
+from fsdp_core.rehearsal.users_code import line_of_error
 from fsdp_core.torch_private.process_groups import forget_groups_of_parent
 
 __all__ = ["AutoStrategy"]
@@ -55,14 +57,20 @@ class AutoStrategy(DDPStrategy):
             host's.
 
     Raises:
-        ShardingError: From ``Trainer.fit``: nothing fits, the fit can't be rehearsed, or it is no fit.
+        ShardingError: ``memory`` is no number of bytes. From ``Trainer.fit``: nothing fits, the fit can't be rehearsed,
+            or it is no fit.
     """
 
     strategy_name = "fsdp_auto"
 
-    def __init__(self, memory: int | None = None) -> None:
+    def __init__(self, memory: float | None = None) -> None:
         super().__init__()
-        self.memory = memory
+        if memory is not None and (not isinstance(memory, int | float) or isinstance(memory, bool) or memory < 1):
+            raise ShardingError(
+                f"AutoStrategy(memory={memory!r}) is no number of bytes.\n"
+                "Write one, such as memory=80 * 2**30; or nothing, and the devices are asked."
+            )
+        self.memory = None if memory is None else int(memory)
 
     def _configure_launcher(self) -> None:
         if isinstance(self.accelerator, XLAAccelerator):
@@ -98,10 +106,10 @@ class _PlanningLauncher(TrainerLauncher):
         assert environment is not None
         module, loaders, datamodule = args[0], args[1], args[3]
         starts_ranks = not environment.creates_processes_externally
-        words = os.environ.pop(_CHOICE, None)  # of the process that has started this one
-        if words is None:
-            words = _agree(strategy, starts_ranks, lambda: _choose(strategy, trainer, module, loaders, datamodule))
-        choice = Choice(**json.loads(words))
+        environment.validate_settings(num_devices=strategy.num_processes, num_nodes=strategy.num_nodes)
+        choice = None if starts_ranks else _choice_of_parent(strategy.num_processes * strategy.num_nodes)
+        if choice is None:
+            choice = _agree(strategy, starts_ranks, lambda: _choose(strategy, trainer, module, loaders, datamodule))
         chosen = take_strategy(trainer, _build(choice), module)
         vars(trainer)["callbacks"].insert(0, _ChosenStrategy(choice))
         if trainer.is_global_zero:
@@ -109,13 +117,34 @@ class _PlanningLauncher(TrainerLauncher):
         if chosen.launcher is None:
             return function(*args, **kwargs)
         if starts_ranks:
-            os.environ[_CHOICE] = words
+            os.environ[_CHOICE] = json.dumps(asdict(choice))
 
         def run_here(*args: Any, **kwargs: Any) -> Any:
             os.environ.pop(_CHOICE, None)  # it was for the processes that were started meanwhile
             return function(*args, **kwargs)
 
-        return chosen.launcher.launch(run_here, *args, trainer=trainer, **kwargs)
+        try:
+            return chosen.launcher.launch(run_here, *args, trainer=trainer, **kwargs)
+        finally:
+            os.environ.pop(_CHOICE, None)  # a notebook's ranks were forked, and have had their own
+
+
+def _choice_of_parent(ranks: int) -> Choice | None:
+    """What the process has chosen that has started this one, if that was for so many ranks: a script may fit twice."""
+    words = os.environ.get(_CHOICE)
+    if words is None:
+        return None
+    try:
+        choice = Choice(**json.loads(words))
+    except (TypeError, ValueError):
+        raise ShardingError(
+            f"the environment variable {_CHOICE} is {words!r}, which is no choice of fsdp_auto. By it, processes that "
+            f"fsdp_auto starts learn what it has chosen.\nType `unset {_CHOICE}`, and start the script again."
+        ) from None
+    if choice.ranks != ranks:
+        return None
+    del os.environ[_CHOICE]
+    return choice
 
 
 def _build(choice: Choice) -> str | Strategy:
@@ -127,7 +156,8 @@ def _build(choice: Choice) -> str | Strategy:
 
 
 def _announce(choice: Choice) -> None:
-    log.info(f"fsdp_auto: {choice.code}, on {_count(choice.ranks)}.")
+    code = 'strategy="ddp_notebook"' if _build(choice) == "ddp_notebook" else choice.code
+    log.info(f"fsdp_auto: {code}, on {_count(choice.ranks)}.")
     log.info(f"Why: {choice.reason}.")
     log.info("To write it down, give the Trainer the first line; `fsdp plan` shows what else there is.")
     for assumption in choice.assumptions:
@@ -141,28 +171,32 @@ def _count(devices: int) -> str:
 def _choose(strategy: AutoStrategy, trainer: pl.Trainer, module: Any, loaders: Any, datamodule: Any) -> Choice:
     """Rehearse the fit with each candidate, in a process that is forked for it, and choose."""
     ranks = strategy.num_processes * strategy.num_nodes
-    kind = strategy.root_device.type
+    kind = (strategy.parallel_devices or [torch.device("cpu")])[0].type
     is_ready = kind != "cpu" and devices.is_initialized(kind)
     here = strategy.memory or (_device_memory(kind, strategy.num_processes) if is_ready else None)
 
-    def plan() -> tuple[int, list[tuple[Candidate, Outcome]]] | str:
+    def plan() -> tuple[int, list[tuple[Candidate, Outcome]], dict[str, str]] | str:
         try:
             forget_groups_of_parent()  # of an earlier fit of this process
             memory = here or _device_memory(kind, strategy.num_processes)
             fit = fit_of_trainer(trainer, module, loaders, datamodule, precision_of(trainer))
-            wanted = _candidates(kind, ranks, fit.module)
+            wanted, refused = _candidates(kind, ranks, fit.module)
             device = kind if kind in REHEARSED else REHEARSED[0]
-            return memory, [(candidate, rehearse_candidate(fit, candidate, device=device)) for candidate in wanted]
+            planned = [(candidate, rehearse_candidate(fit, candidate, device=device)) for candidate in wanted]
+            return memory, planned, refused
+        except ShardingError as error:
+            return f"nothing can be chosen: {error}"
         except Exception as error:
-            return f"{type(error).__name__}: {first_line(error)}"
+            what = f"{type(error).__name__}: {first_line(error)}{line_of_error(error)}"
+            return f"the fit could not be rehearsed, so that nothing can be chosen: {what}.\n{what_to_do_instead()}"
 
-    answer = call_in_fork(plan)
+    try:
+        answer = call_in_fork(plan)
+    except ShardingError as error:  # its process was ended
+        answer = f"the fit could not be rehearsed, so that nothing can be chosen: {error}.\n{what_to_do_instead()}"
     if isinstance(answer, str):
-        raise ShardingError(
-            f"the fit could not be rehearsed, so that nothing can be chosen: {answer}.\n"
-            f"Write a strategy by its name, of {', '.join(registry.strategies())}."
-        )
-    memory, planned = answer
+        raise ShardingError(answer)
+    memory, planned, refused = answer
     if not planned:
         raise ShardingError(
             f"no installed strategy that can be rehearsed runs on {kind!r} devices, so that nothing can be chosen.\n"
@@ -172,26 +206,31 @@ def _choose(strategy: AutoStrategy, trainer: pl.Trainer, module: Any, loaders: A
         raise ShardingError(
             "nothing can be chosen here: this process has run a backward pass, and where there is an accelerator, "
             "torch then runs none in processes that are forked, as rehearsals are.\n"
-            f"Write a strategy by its name, of {', '.join(registry.strategies())}; or fit in another process, or first."
+            "Write a strategy by its name, of those that `fsdp list` shows; or fit in another process, or first."
         )
-    return choose(planned, memory)
+    return choose(planned, memory, refused)
 
 
-def _candidates(kind: str, ranks: int, module: nn.Module) -> list[Candidate]:
-    """The candidates that run on so many devices of a kind. Lightning's own strategies know its own kinds alone."""
+def _candidates(kind: str, ranks: int, module: nn.Module) -> tuple[list[Candidate], dict[str, str]]:
+    """The candidates that run on so many devices of a kind, and what would run there and can't be rehearsed, with why.
+
+    Lightning's own strategies know its own kinds alone.
+    """
     if kind in LIGHTNINGS_OWN:
         whole = [Candidate(strategy="auto")] if ranks == 1 else [Candidate(strategy="ddp", ranks=ranks)]
         if ranks == 1:
-            return whole
+            return whole, {}
     else:
         whole = []
-    candidates, _ = candidates_for(max(2, ranks), module)
+    candidates, refused = candidates_for(max(2, ranks), module)
     sharded = [replace(candidate, ranks=ranks) for candidate in candidates if candidate.strategy not in ("auto", "ddp")]
-    return [*whole, *(candidate for candidate in sharded if _runs_on(candidate, kind))]
+    here = [candidate for candidate in sharded if _runs_on(candidate.strategy, kind)]
+    infos = registry.strategies()  # of a package that does not load, nothing is known
+    return [*whole, *here], {name: why for name, why in refused.items() if name not in infos or _runs_on(name, kind)}
 
 
-def _runs_on(candidate: Candidate, kind: str) -> bool:
-    accelerators = registry.describe(candidate.strategy).accelerators
+def _runs_on(strategy: str, kind: str) -> bool:
+    accelerators = registry.describe(strategy).accelerators
     return kind in accelerators or (kind != "cpu" and ANY_ACCELERATOR in accelerators)
 
 
@@ -208,7 +247,7 @@ def _device_memory(kind: str, ranks_here: int) -> int:
     return int(min(memory))
 
 
-def _agree(strategy: AutoStrategy, starts_ranks: bool, plan: Callable[[], Choice]) -> str:
+def _agree(strategy: AutoStrategy, starts_ranks: bool, plan: Callable[[], Choice]) -> Choice:
     """Let the first of the processes that are there plan, and tell the others what was chosen, or why nothing was."""
     environment = strategy.cluster_environment
     assert environment is not None
@@ -216,18 +255,19 @@ def _agree(strategy: AutoStrategy, starts_ranks: bool, plan: Callable[[], Choice
         rank, processes = environment.node_rank(), strategy.num_nodes
     else:
         rank, processes = strategy.global_rank, strategy.num_nodes * strategy.num_processes
+    if processes == 1:
+        return plan()
     answer = _plan_in_words(plan) if rank == 0 else ""
-    if processes > 1:
-        answer = _tell_others(answer, rank, processes, environment)
-    result: Mapping[str, str] = json.loads(answer)
+    answer = _tell_others(answer, rank, processes, environment)
+    result: Mapping[str, Any] = json.loads(answer)
     if "error" in result:
         raise ShardingError(result["error"])
-    return result["choice"]
+    return Choice(**result["choice"])
 
 
 def _plan_in_words(plan: Callable[[], Choice]) -> str:
     try:
-        return json.dumps({"choice": json.dumps(asdict(plan()))})
+        return json.dumps({"choice": asdict(plan())})
     except ShardingError as error:
         return json.dumps({"error": str(error)})
     except Exception as error:  # the others wait for an answer

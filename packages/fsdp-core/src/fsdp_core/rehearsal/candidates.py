@@ -11,8 +11,9 @@ from lightning.pytorch.strategies import Strategy as TrainerStrategy
 from torch import nn
 
 from fsdp_core.device_names import ANY_ACCELERATOR
-from fsdp_core.errors import ShardingError
+from fsdp_core.errors import BrokenStrategyError, ShardingError, first_line
 from fsdp_core.plugins import registry
+from fsdp_core.plugins.auto_info import AUTO
 from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.plugins.strategy_info import StrategyInfo
 from fsdp_core.sharding.units.wrap_policy import repeated_blocks
@@ -78,12 +79,12 @@ def candidates_for(
         The candidates, and the installed strategies that can't be rehearsed, with why.
     """
     candidates = [Candidate(strategy="auto")]
-    refused: dict[str, str] = {}
-    if isinstance(script_strategy, TrainerStrategy | FabricStrategy):
+    refused = {plugin.name: str(plugin) for plugin in registry.broken()}
+    if isinstance(script_strategy, TrainerStrategy | FabricStrategy) and not _chooses(script_strategy):
         name = str(getattr(script_strategy, "strategy_name", type(script_strategy).__name__))
         candidates.append(Candidate(strategy=name, ranks=ranks, as_written=script_strategy))
     if ranks == 1:
-        return candidates, refused
+        return candidates, {}
     candidates.append(Candidate(strategy="ddp", ranks=ranks))
     has_blocks = bool(repeated_blocks(module))
     for info in _distinct_strategies():
@@ -94,6 +95,11 @@ def candidates_for(
         else:
             refused[info.name] = why
     return candidates, refused
+
+
+def _chooses(script_strategy: object) -> bool:
+    """Whether a strategy is the one that chooses another by a rehearsal: it is none itself."""
+    return getattr(script_strategy, "strategy_name", None) == AUTO.name
 
 
 def _distinct_strategies() -> list[StrategyInfo]:
@@ -119,7 +125,10 @@ def why_not_rehearsed(info: StrategyInfo) -> str | None:
     """
     if ANY_ACCELERATOR not in info.accelerators and "cpu" not in info.accelerators:
         return "it records what it computes for a compiler, which a rehearsal does not run"
-    return registry.unavailable(info.name)
+    try:
+        return registry.unavailable(info.name)
+    except BrokenStrategyError as error:  # its probe has failed
+        return first_line(error)
 
 
 def _option_sets(info: StrategyInfo, has_blocks: bool) -> list[dict[str, Any]]:
@@ -159,7 +168,7 @@ def candidate_of(script_strategy: object, name: str | None, ranks: int) -> Candi
     Raises:
         ShardingError: The script's own is none that shards, or can't be rehearsed.
     """
-    if name is None and isinstance(script_strategy, TrainerStrategy | FabricStrategy):
+    if name is None and isinstance(script_strategy, TrainerStrategy | FabricStrategy) and not _chooses(script_strategy):
         label = str(getattr(script_strategy, "strategy_name", type(script_strategy).__name__))
         return Candidate(strategy=label, ranks=ranks, as_written=script_strategy)
     if name is None and isinstance(script_strategy, str) and script_strategy.lower() in registry.strategies():

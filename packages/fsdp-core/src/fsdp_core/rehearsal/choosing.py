@@ -12,7 +12,7 @@ from fsdp_core.plugins import registry
 from fsdp_core.rehearsal.candidates import Candidate
 from fsdp_core.rehearsal.planning import Outcome
 
-__all__ = ["SPARE", "Choice", "choose"]
+__all__ = ["SPARE", "Choice", "choose", "what_to_do_instead"]
 
 #: How much of a device's memory must be left over by what a plan says, as a part of that: what is not in a plan are
 #: the rounding of allocators, and what libraries allocate for themselves.
@@ -45,7 +45,9 @@ class Choice:
     assumptions: Sequence[str] = ()
 
 
-def choose(planned: Sequence[tuple[Candidate, Outcome]], memory: int) -> Choice:
+def choose(
+    planned: Sequence[tuple[Candidate, Outcome]], memory: int, refused: Mapping[str, str] | None = None
+) -> Choice:
     """Choose the candidate that costs least of those that fit.
 
     Fewer bytes sent cost less; where these are alike, less computation, which recomputed activations repeat. Costs are
@@ -55,6 +57,7 @@ def choose(planned: Sequence[tuple[Candidate, Outcome]], memory: int) -> Choice:
     Args:
         planned: Candidates, the simplest first, with what their rehearsals have shown.
         memory: The bytes that a device has.
+        refused: What is installed and can't be rehearsed, with why.
 
     Raises:
         ShardingError: None fits with a tenth of its need to spare, or none could be rehearsed.
@@ -72,13 +75,14 @@ def choose(planned: Sequence[tuple[Candidate, Outcome]], memory: int) -> Choice:
     if not rehearsed:
         raise ShardingError(
             f"the fit could not be rehearsed, so that nothing can be chosen: {_list_errors(planned)}.\n"
-            f"Write a strategy by its name, of {', '.join(registry.strategies())}."
+            f"{what_to_do_instead()}"
         )
+    left_out = _left_out(planned, refused or {})
     if not fitting:
         _, least = min(rehearsed, key=lambda plan: plan[1].needed_bytes)
         raise ShardingError(
             f"nothing fits {size_in_words(memory)} a device with a tenth to spare. The least is {least.code}, with "
-            f"{size_in_words(least.needed_bytes)}.\n"
+            f"{size_in_words(least.needed_bytes)}{left_out}.\n"
             "Use more devices, a smaller batch with accumulate_grad_batches, or cpu_offload=True; `fsdp plan` shows "
             f"what needs how much. To try the least all the same, write {least.code}."
         )
@@ -91,8 +95,17 @@ def choose(planned: Sequence[tuple[Candidate, Outcome]], memory: int) -> Choice:
         ranks=candidate.ranks,
         code=_code_with_import(candidate),
         peak_bytes=outcome.peak_bytes,
-        reason=_reason(outcome, fitting, planned, memory),
+        reason=_reason(outcome, fitting, planned, memory) + left_out,
         assumptions=[f"{what}{f', at {location}' if location else ''}" for what, location, _ in outcome.assumptions],
+    )
+
+
+def what_to_do_instead() -> str:
+    """What users can do about a fit that can't be rehearsed: it may be their error, or the rehearsal's limit."""
+    return (
+        "If a run would raise this too, mend it there; FSDP_PLAN_TRACEBACK=1 in the environment shows the whole stack. "
+        "If only the rehearsal does, whose tensors have no values, write a strategy by its name, which is not "
+        f"rehearsed, of {', '.join(['ddp', *registry.strategies()])}."
     )
 
 
@@ -120,6 +133,12 @@ def _reason(
     return reason
 
 
+def _left_out(planned: Sequence[tuple[Candidate, Outcome]], refused: Mapping[str, str]) -> str:
+    failed = [plan for plan in planned if plan[1].error is not None]
+    errors = [*([_list_errors(failed)] if failed else ()), *(f"{name}: {why}" for name, why in refused.items())]
+    return f"; left out: {'; '.join(errors)}" if errors else ""
+
+
 def _code_with_import(candidate: Candidate) -> str:
     if not candidate.options:
         return candidate.code
@@ -131,4 +150,4 @@ def _list_errors(planned: Sequence[tuple[Candidate, Outcome]]) -> str:
     by_error: dict[str, list[str]] = {}
     for _, outcome in planned:
         by_error.setdefault(str(outcome.error), []).append(outcome.code)
-    return "; ".join(f"{', '.join(codes)}: {error}" for error, codes in by_error.items())
+    return "; ".join(f"{', '.join(codes)}: {error.rstrip('.')}" for error, codes in by_error.items())

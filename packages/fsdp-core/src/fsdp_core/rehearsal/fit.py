@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,8 +15,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch import callbacks
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from fsdp_core.device_names import REHEARSED
@@ -56,22 +59,28 @@ class RehearsedRun:
         build: Makes the module: the user's own, with fake or real parameters.
         batch: A batch of the user's loader.
         batches: The number of batches of an epoch; ``None`` if the loader does not say.
+        loader: The user's loader, whose attributes a step may ask for.
+        datamodule: The user's data module, whose hooks get the batches.
         trainer_arguments: The Trainer's arguments, without strategy, devices and the like.
         strategy: The strategy, by name or as an object.
         ranks: The number of ranks.
         rank: The rank that is played.
         precision: The Trainer's ``precision``.
+        loggers: The number of the Trainer's loggers, in whose places are such that log nothing.
         device: The kind of device, of ``device_names.REHEARSED``: the CPU computes as it would.
     """
 
     build: Callable[[], pl.LightningModule]
     batch: Any
     batches: int | None = None
+    loader: Any = None
+    datamodule: pl.LightningDataModule | None = None
     trainer_arguments: Mapping[str, Any] = field(default_factory=dict)
     strategy: str | Strategy = "auto"
     ranks: int = 1
     rank: int = 0
     precision: Any = None
+    loggers: int = 0
     device: str = REHEARSED[0]
 
 
@@ -126,12 +135,13 @@ def rehearse_fit(run: RehearsedRun) -> Rehearsal:
         memory.take(module.parameters(), "parameters")
         memory.take(module.buffers(), "buffers")
         numel = sum(parameter.numel() for parameter in module.parameters())
-        batches = _FakeBatches(run.batch, run.batches, fake_mode, memory, values)
+        batches = _FakeBatches(run, fake_mode, memory, values)
+        data = batches if run.datamodule is None else _with_batches(run.datamodule, batches)
         marks = StepMarks(memory, leaves_at_once=True)
         trainer = _trainer(run, marks)
         _leave_out_callbacks(module, values)
         try:
-            trainer.fit(module, batches)
+            trainer.fit(module, data)
         except EnoughSteps:  # before hooks of the epoch's end, which may write files
             pass
         finally:
@@ -160,7 +170,7 @@ def _trainer(run: RehearsedRun, marks: pl.Callback) -> pl.Trainer:
         "devices": run.ranks,
         "num_nodes": 1,
         "precision": run.precision,
-        "logger": False,
+        "logger": [_SilentLogger() for _ in range(run.loggers)],
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
@@ -177,6 +187,15 @@ def _trainer(run: RehearsedRun, marks: pl.Callback) -> pl.Trainer:
         strategy.runtime = ImaginedRuntime()
         strategy.hang_timeout = None
     return trainer
+
+
+class _SilentLogger(DummyLogger):
+    """A logger that logs nothing, whose ``experiment`` has all methods, which do nothing."""
+
+    @property
+    def save_dir(self) -> str:
+        """Where a step looks that writes beside the logs."""
+        return os.getcwd()
 
 
 def _leave_out_callbacks(module: pl.LightningModule, values: KnownValues) -> None:
@@ -200,6 +219,12 @@ def _leave_out_callbacks(module: pl.LightningModule, values: KnownValues) -> Non
 def _with_fake_tensors(
     module: pl.LightningModule, fake_mode: FakeTensorMode, values: KnownValues
 ) -> pl.LightningModule:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise ShardingError(
+                f"{name} has no shape yet, since lazy modules make their parameters in a first forward pass: call the "
+                "module once before the fit, with a batch"
+            )
     if all(is_fake(tensor) for tensor in (*module.parameters(), *module.buffers())):
         return module
     with FakeCopyMode(fake_mode):
@@ -229,11 +254,14 @@ def _follow_parameters(module: pl.LightningModule, real_module: pl.LightningModu
 class _FakeBatches:
     """A loader of one batch, again and again, on fake tensors whose integers are known."""
 
-    def __init__(
-        self, batch: Any, count: int | None, fake_mode: FakeTensorMode, memory: MemoryMode, values: KnownValues
-    ) -> None:
-        self._batch, self._count = batch, count
+    def __init__(self, run: RehearsedRun, fake_mode: FakeTensorMode, memory: MemoryMode, values: KnownValues) -> None:
+        self._batch, self._count, self._loader = run.batch, run.batches, run.loader
         self._fake_mode, self._memory, self._values = fake_mode, memory, values
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)  # such as its dataset
 
     def __len__(self) -> int:
         if self._count is None:
@@ -250,6 +278,14 @@ class _FakeBatches:
         self._values.know(fake, tensor)
         self._memory.take([fake], "batch")
         return fake
+
+
+def _with_batches(datamodule: pl.LightningDataModule, batches: _FakeBatches) -> pl.LightningDataModule:
+    """A copy of a data module that has been set up, whose train loader gives other batches."""
+    rehearsed = copy.copy(datamodule)
+    instead = {"prepare_data": lambda: None, "setup": lambda stage: None, "teardown": lambda stage: None}
+    vars(rehearsed).update({**instead, "train_dataloader": lambda: batches})
+    return rehearsed
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import torch
 
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError, first_line
 from fsdp_core.rehearsal.users_code import line_of_error
+from fsdp_core.torch_private.processes import end_with_parent
 
 __all__ = ["Failed", "call_in_fork", "call_in_forks", "how_it_ended"]
 
@@ -56,6 +57,8 @@ def call_in_fork(call: Callable[[], T]) -> T:
 def call_in_forks(calls: Sequence[Callable[[], T]], seconds: float = float("inf")) -> list[T | Failed]:
     """Call functions at the same time, each in a process of its own, with one thread.
 
+    However this call ends, by an interrupt too, the processes end with it; and they end with this process.
+
     Args:
         calls: The functions. What they return is pickled, and has no tensors.
         seconds: How long they may take before they are ended.
@@ -66,30 +69,32 @@ def call_in_forks(calls: Sequence[Callable[[], T]], seconds: float = float("inf"
     context = multiprocessing.get_context("fork")
     children: list[Any] = []
     receivers: list[Connection] = []
-    for call in calls:
-        receiver, sender = context.Pipe(duplex=False)
-        child = context.Process(target=_send_result, args=(call, sender))
-        child.start()
-        sender.close()  # else a child that dies would leave it open
-        children.append(child)
-        receivers.append(receiver)
     results: dict[int, T | Failed] = {}
-    deadline = time.monotonic() + seconds
-    while len(results) < len(calls):
-        remaining = deadline - time.monotonic()
-        pending = [receiver for number, receiver in enumerate(receivers) if number not in results]
-        ready = wait(pending, min(max(remaining, 0.0), 3600.0))
-        if not ready and remaining <= 0:
-            break
-        for connection in ready:
-            number = receivers.index(connection)  # type: ignore[arg-type]
-            results[number] = _receive_result(children[number], receivers[number])
-            if isinstance(results[number], Failed):
-                deadline = min(deadline, time.monotonic() + _GRACE)
-    for number, child in enumerate(children):
-        if number not in results:
-            child.kill()
-        child.join()
+    try:
+        for call in calls:
+            receiver, sender = context.Pipe(duplex=False)
+            child = context.Process(target=_send_result, args=(call, sender, os.getpid()))
+            child.start()
+            sender.close()  # else a child that dies would leave it open
+            children.append(child)
+            receivers.append(receiver)
+        deadline = time.monotonic() + seconds
+        while len(results) < len(calls):
+            remaining = deadline - time.monotonic()
+            pending = [receiver for number, receiver in enumerate(receivers) if number not in results]
+            ready = wait(pending, min(max(remaining, 0.0), 3600.0))
+            if not ready and remaining <= 0:
+                break
+            for connection in ready:
+                number = receivers.index(connection)  # type: ignore[arg-type]
+                results[number] = _receive_result(children[number], receivers[number])
+                if isinstance(results[number], Failed):
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+    finally:
+        for number, child in enumerate(children):
+            if number not in results:
+                child.kill()
+            child.join()
     late = Failed(words=f"the process did not end within {seconds:g} s, or after another one had failed")
     return [results.get(number, late) for number in range(len(calls))]
 
@@ -112,10 +117,13 @@ def how_it_ended(code: int) -> str:
     return f"the process ended {how}"
 
 
-def _send_result(call: Callable[[], Any], sender: Connection) -> None:
+def _send_result(call: Callable[[], Any], sender: Connection, parent: int) -> None:
+    end_with_parent(parent)
     torch.set_num_threads(1)
     try:
         result = call()
+    except KeyboardInterrupt:  # of a terminal, to all of its processes: the parent says so
+        os._exit(128 + signal.SIGINT)
     except Exception as error:
         if os.environ.get("FSDP_FORK_TRACEBACK"):
             traceback.print_exc()

@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.nn.utils import rnn
 
+from fsdp_core.errors import ShardingError
 from fsdp_core.rehearsal.known_values import KnownValues
 from fsdp_core.torch_private.fake_tensors import FakeTensor, flat_param, fsdp_runtime, no_dispatch, tree_map_only
 
@@ -42,6 +43,7 @@ def fakes_allowed(values: KnownValues) -> Iterator[None]:
         )
         contexts.enter_context(replaced(flat_param, "_data_ptr_allocated", lambda _: _has_bytes))
         contexts.enter_context(replaced(DistributedDataParallel, "__init__", _with_own_reduction))
+        contexts.enter_context(replaced(torch, "tensor", _tensor_of_numbers))
         contexts.enter_context(replaced(rnn, "_VF", lambda functions: _RecurrentFunctions(functions)))
         contexts.enter_context(replaced(rnn, "invert_permutation", lambda _: _invert_permutation))
         for module_name, name in _LOOKS_FOR_FAKES:
@@ -76,7 +78,7 @@ def _with_own_reduction(build: Callable[..., None]) -> Callable[..., None]:
         with replaced(dist, "_compute_bucket_assignment_by_size", functools.partial(_assign_as_rebuilt, self)):
             build(self, *args, **kwargs)
         self.register_comm_hook(self.process_group, reduce)
-        reducer: Any = _ReducerWithFirstBuckets(self.reducer)
+        reducer: Any = _ReducerWithFirstBuckets(self)
         self.reducer = reducer
 
     return build_with_reduction
@@ -106,17 +108,55 @@ def _assign_as_rebuilt(module: DistributedDataParallel, assign: Callable[..., An
 class _ReducerWithFirstBuckets:
     """DDP's reducer, which does not rebuild its buckets after the first backward pass.
 
-    To rebuild them, ranks exchange an order of gradients in memory that fakes don't have.
+    To rebuild them, ranks exchange an order of gradients in memory that fakes don't have. There, DDP refuses to go on
+    if a backward pass has left gradients out; this does so too.
     """
 
-    def __init__(self, reducer: Any) -> None:
-        self._reducer = reducer
+    def __init__(self, module: DistributedDataParallel) -> None:
+        self._reducer = module.reducer
+        self._names: set[str] = set()
+        self._with_gradient: set[str] = set()
+        self._is_reducing = False
+        if module.static_graph or module.find_unused_parameters:
+            return  # DDP then reduces without them
+        for name, parameter in module.module.named_parameters():
+            if parameter.requires_grad and name not in module.parameters_to_ignore:
+                self._names.add(name)
+                parameter.register_post_accumulate_grad_hook(functools.partial(self._note_gradient, name))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reducer, name)
 
+    def _note_gradient(self, name: str, parameter: Tensor) -> None:
+        if self._is_reducing:
+            self._with_gradient.add(name)
+
+    def prepare_for_backward(self, outputs: list[Tensor]) -> None:
+        self._is_reducing = True
+        self._with_gradient.clear()
+        self._reducer.prepare_for_backward(outputs)
+
     def _rebuild_buckets(self) -> bool:
+        self._is_reducing = False
+        without = sorted(self._names - self._with_gradient) if self._with_gradient else []
+        if without:
+            names = ", ".join(without[:3]) + (f" and {len(without) - 3} more" if len(without) > 3 else "")
+            raise ShardingError(
+                f"DDP needs a gradient of each parameter in each backward pass, and has none of {names}"
+            )
         return False
+
+
+def _tensor_of_numbers(build: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``torch.tensor()``, which reads the memory of scalars in lists: of norms of gradients, such as Lightning logs."""
+
+    @functools.wraps(build)
+    def build_of_numbers(data: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(data, list | tuple):
+            data = [item.item() if isinstance(item, FakeTensor) and item.dim() == 0 else item for item in data]
+        return build(data, *args, **kwargs)
+
+    return build_of_numbers
 
 
 class _RecurrentFunctions:

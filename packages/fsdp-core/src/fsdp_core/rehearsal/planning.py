@@ -145,11 +145,14 @@ def _rehearse(fit: CaughtFit, candidate: Candidate, rank: int, draws: bool, devi
                 build=lambda: fit.module,
                 batch=fit.batch,
                 batches=fit.batches,
+                loader=fit.train_loader,
+                datamodule=fit.datamodule,
                 trainer_arguments={**fit.trainer_arguments, "callbacks": fit.callbacks},
                 strategy=candidate.build(),
                 ranks=candidate.ranks,
                 rank=rank,
                 precision=fit.trainer_keywords.get("precision"),
+                loggers=fit.loggers,
                 device=device,
             )
         )
@@ -164,6 +167,8 @@ def _explain(error: BaseException) -> str:
     """What an error says, and the user's line that has raised it."""
     if isinstance(error, DynamicOutputShapeException):
         return f"{error.func}, of which the shape of the result depends on values{line_of_error(error)}"
+    if isinstance(error, ShardingError):
+        return first_line(error).removesuffix(".")
     operator = operator_without_fake(error)
     if operator is None:
         return f"{type(error).__name__}: {first_line(error)}{line_of_error(error)}"

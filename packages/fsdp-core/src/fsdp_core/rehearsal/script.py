@@ -19,6 +19,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric import Fabric
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 
 from fsdp_core.errors import ShardingError, first_line
@@ -55,6 +56,7 @@ class CaughtFit:
         seconds_for_batch: How long these batches took.
         location: The file and line of the call.
         loader: The train loader that ``fit`` was given; ``None`` if it comes of the module or the data module.
+        train_loader: The train loader, wherever it comes from.
     """
 
     module: pl.LightningModule
@@ -65,6 +67,7 @@ class CaughtFit:
     seconds_for_batch: float
     location: str
     loader: Any = None
+    train_loader: Any = None
 
     @property
     def precision(self) -> Any:
@@ -90,6 +93,12 @@ class CaughtFit:
     def callbacks(self) -> list[pl.Callback]:
         """The callbacks that take part in a rehearsal: those of Lightning that change what is trained, or how."""
         return [callback for callback in self.trainer_keywords["callbacks"] if takes_part(callback)]
+
+    @property
+    def loggers(self) -> int:
+        """The number of loggers that the Trainer has: one if it is given none, as ``logger=True``."""
+        logger = self.trainer_keywords.get("logger", True)
+        return len(logger) if isinstance(logger, Sequence) else int(logger is not False)
 
     @property
     def left_out(self) -> list[str]:
@@ -252,7 +261,8 @@ def _fits_caught(
             train_dataloaders, datamodule = None, train_dataloaders
         module: Any = unwrap_compiled(model)
         started = time.perf_counter()
-        loader = _combined(_loader_of(self, module, train_dataloaders, datamodule))
+        train_loader = _loader_of(self, module, train_dataloaders, datamodule)
+        loader = _combined(train_loader)
         drawn = _first_batches(loader, count, patience)
         caught = CaughtFit(
             module=module,
@@ -263,6 +273,7 @@ def _fits_caught(
             seconds_for_batch=time.perf_counter() - started,
             location=line_of_call(),
             loader=train_dataloaders,
+            train_loader=train_loader,
         )
         set_methods(originals)  # a rehearsal fits
         try:
@@ -326,7 +337,7 @@ def _loader_of(trainer: pl.Trainer, module: pl.LightningModule, loaders: Any, da
     if datamodule is not None:
         datamodule.trainer = trainer
     source.prepare_data()
-    source.setup("fit")
+    source.setup(TrainerFn.FITTING)
     return source.train_dataloader()
 
 
@@ -342,8 +353,8 @@ def _length(loader: CombinedLoader) -> int | None:
         return None
 
 
-def _first_batches(loader: CombinedLoader, count: int, patience: float) -> list[Any]:
-    """The first batches of a loader, which gets some time for them."""
+def _first_batches(loader: CombinedLoader, count: int, patience: float | None) -> list[Any]:
+    """The first batches of a loader, which gets some seconds for them, or as long as it takes."""
     answer: list[Any] = []
 
     def take() -> None:
@@ -386,23 +397,26 @@ def fit_of_trainer(
         precision: The arguments by which the Trainer was given its precision.
 
     Raises:
-        ShardingError: The loader is empty, or takes longer than a minute for its first batch.
+        ShardingError: The loader is empty.
     """
     if isinstance(loaders, pl.LightningDataModule):  # given by position
         loaders, datamodule = None, loaders
     module = unwrap_compiled(module)
     started = time.perf_counter()
-    loader = _combined(_loader_of(trainer, module, loaders, datamodule))
-    drawn = _first_batches(loader, 1, 60.0)
-    keywords = {name: getattr(trainer, name) for name in _KEPT_BY_TRAINERS}
+    train_loader = _loader_of(trainer, module, loaders, datamodule)
+    loader = _combined(train_loader)
+    drawn = _first_batches(loader, 1, None)  # the run waits for it too
+    keywords: dict[str, Any] = {name: getattr(trainer, name) for name in _KEPT_BY_TRAINERS}
+    keywords |= {**precision, "logger": trainer.loggers, "callbacks": list(vars(trainer)["callbacks"])}
     return CaughtFit(
         module=module,
         drawn=drawn,
         batches=_length(loader),
         datamodule=datamodule,
-        trainer_keywords={**keywords, **precision, "callbacks": list(vars(trainer)["callbacks"])},
+        trainer_keywords=keywords,
         seconds_for_batch=time.perf_counter() - started,
         location=line_of_call(),
+        train_loader=train_loader,
     )
 
 
