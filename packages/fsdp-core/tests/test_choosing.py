@@ -76,7 +76,7 @@ def test_what_was_left_out_is_said_with_the_choice() -> None:
 
 
 def test_a_package_that_does_not_load_is_no_candidate_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = BrokenPlugin(name="c", provider=Provider("fsdp-c", "1.0"), error=ImportError("no libc.so"))
+    broken = BrokenPlugin(name="c", provider=Provider(name="fsdp-c", version="1.0"), error=ImportError("no libc.so"))
     monkeypatch.setattr(registry, "broken", lambda: (broken,))
     _, refused = candidates_for(2, nn.Linear(2, 2))
     assert refused["c"].endswith("failed to load: ImportError: no libc.so")
