@@ -1,0 +1,76 @@
+"""Token means: :func:`fsdp_core.token_mean` under our strategies, whose optimizers take what gradients wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fsdp_core.mesh import GRADIENT_AXES
+from fsdp_core.runtime import Runtime
+from fsdp_core.sharding.token_windows import TokenWindow, use_window
+
+if TYPE_CHECKING:
+    from fsdp_core.lightning.fabric_strategy import ShardedFabricStrategy
+    from fsdp_core.lightning.trainer_strategy import ShardedTrainerStrategy
+
+__all__ = ["TokenMeans"]
+
+
+class TokenMeans(TokenWindow):
+    """The tokens of the steps of a strategy's optimizers.
+
+    Args:
+        strategy: The strategy.
+        leaves_unreduced: Whether the backward pass that has just ended has left gradients unreduced.
+    """
+
+    def __init__(
+        self, strategy: ShardedTrainerStrategy | ShardedFabricStrategy, leaves_unreduced: Callable[[], bool]
+    ) -> None:
+        super().__init__()
+        self._strategy = strategy
+        self._leaves_unreduced = leaves_unreduced
+
+    def begin(self) -> None:
+        """Let ``token_mean`` on this rank be of this strategy's run from now on."""
+        use_window(self)
+
+    def end(self) -> None:
+        """Let it be of no strategy's run any more."""
+        use_window(None)
+
+    @property
+    def _ranks(self) -> Runtime:
+        return self._strategy.runtime.along(*GRADIENT_AXES)
+
+    @property
+    def device(self) -> torch.device:
+        return self._strategy.runtime.device
+
+    @property
+    def ranks(self) -> int:
+        return self._ranks.world_size
+
+    @property
+    def divisor(self) -> int | None:
+        return self._strategy.loss_divisor
+
+    @property
+    def leaves_unreduced(self) -> bool:
+        return self._leaves_unreduced()
+
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        return self._ranks.in_graph().all_reduce(tensor, "sum")
+
+    def owners(self, outputs: Sequence[Any], *, complete: bool) -> Sequence[Optimizer]:
+        return list(self._strategy.optimizers)
+
+    def gradients(self, owner: Optimizer) -> Iterable[Tensor]:
+        return (p.grad for group in owner.param_groups for p in group["params"] if p.grad is not None)
+
+    def has_gradients(self, owner: Optimizer) -> bool:
+        return bool(self._strategy.sharded_optimizers.unreduced) or super().has_gradients(owner)
