@@ -20,7 +20,7 @@ from fsdp_core.gradients.clipping import scale_gradients
 from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.torch_private.autograd import call_around_backward, graph_nodes
 
-__all__ = ["CountedMean", "TokenWindow", "current_window", "note_mean", "use_window"]
+__all__ = ["CountedMean", "TokenWindow", "current_window", "follow_passes", "note_mean", "use_window"]
 
 #: The nodes of a graph in which a loss is a linear function of the means that it is made of.
 _LINEAR = frozenset(
@@ -151,6 +151,10 @@ class TokenWindow(ABC):
         """Whether an owner has gradients that wait."""
         return next(iter(self.gradients(owner)), None) is not None
 
+    def has_other_gradients(self, owner: Any) -> bool:
+        """Whether an owner that is not known to wait has gradients."""
+        return self.has_gradients(owner)
+
     def forget(self, owner: Any) -> None:
         """Forget gradients that a step has taken, or that were discarded."""
         self._waiting.pop(owner, None)
@@ -205,7 +209,7 @@ class TokenWindow(ABC):
                 "token_mean(..., accumulated=True) where no optimizer is set up: which gradients wait is not known.\n"
                 "Write model, optimizer = fabric.setup(model, optimizer)."
             )
-        if any(owner not in self._waiting and self.has_gradients(owner) for owner in owners):
+        if any(owner not in self._waiting and self.has_other_gradients(owner) for owner in owners):
             raise _window_refusal("one of them is of a loss without token_mean(), or gradients of an earlier step wait")
         if not continued:
             return
@@ -253,6 +257,20 @@ class TokenWindow(ABC):
         """What to save with gradients that wait, for each of their owners. It waits for the device."""
         return [_as_numbers(self._waiting.get(owner)) for owner in owners]
 
+    def common_state(self) -> dict[str, float] | None:
+        """What to save with gradients of a loop's own; ``None`` where no mean over tokens is accumulated.
+
+        Raises:
+            ShardingError: Optimizers wait with gradients of different passes.
+        """
+        states = [state for state in self.state(list(self._waiting)) if state is not None]
+        if any(state != states[0] for state in states):
+            raise ShardingError(
+                "optimizers have accumulated gradients of token_mean() over different passes, of which a checkpoint "
+                "holds none.\nSave when the optimizers have stepped."
+            )
+        return states[0] if states else None
+
     def load_state(self, owners: Sequence[Any], state: Sequence[Mapping[str, float] | None]) -> None:
         """Go on with gradients that were restored, as :meth:`state` says."""
         tensors: dict[float, Tensor] = {}
@@ -260,7 +278,7 @@ class TokenWindow(ABC):
         def new_tensor(number: float) -> Tensor:
             return tensors.setdefault(number, torch.tensor(number, dtype=torch.float32, device=self.device))
 
-        for owner, saved in zip(owners, state, strict=True):
+        for owner, saved in zip(owners, state, strict=False):
             if saved is not None:
                 reference, total = new_tensor(saved["reference"]), new_tensor(saved["count"])
                 passes, is_relative = int(saved["passes"]), bool(saved["is_relative_to_total"])
@@ -395,9 +413,14 @@ def current_window() -> TokenWindow:
 
 
 def note_mean(mean: CountedMean) -> None:
-    """Record that a mean was computed of which a backward pass may begin, and follow passes and steps from now on."""
-    global _is_installed
+    """Record that a mean was computed of which a backward pass may begin."""
     _thread.new_means.append(mean)
+    follow_passes()
+
+
+def follow_passes() -> None:
+    """Let windows know of backward passes and steps from now on. Idempotent."""
+    global _is_installed
     with _lock:
         if not _is_installed:
             call_around_backward(_before_backward, _after_backward)

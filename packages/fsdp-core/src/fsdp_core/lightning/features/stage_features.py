@@ -37,7 +37,7 @@ class StageFeatures:
     def __init__(self, strategy: ShardedTrainerStrategy) -> None:
         self.preemption = Preemption(strategy)
         self.saves = BackgroundSaves(strategy)
-        self.exact_resume = ExactResume(strategy.runtime)
+        self.exact_resume = ExactResume(strategy)
         self.late_param_groups = LateParamGroups()
         self.even_batches = EvenBatches(strategy)
         self.in_order: tuple[Feature, ...] = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 
 from fsdp_core.mesh import GRADIENT_AXES
 from fsdp_core.runtime import Runtime
-from fsdp_core.sharding.token_windows import TokenWindow, use_window
+from fsdp_core.sharding.token_windows import CountedMean, TokenWindow, follow_passes, use_window
 
 if TYPE_CHECKING:
     from fsdp_core.lightning.fabric_strategy import ShardedFabricStrategy
@@ -34,10 +35,13 @@ class TokenMeans(TokenWindow):
         super().__init__()
         self._strategy = strategy
         self._leaves_unreduced = leaves_unreduced
+        #: The optimizers that may have gradients of passes without such a mean, perhaps unreduced.
+        self._with_other_gradients: WeakSet[Optimizer] = WeakSet()
 
     def begin(self) -> None:
         """Let ``token_mean`` on this rank be of this strategy's run from now on."""
         use_window(self)
+        follow_passes()
 
     def end(self) -> None:
         """Let it be of no strategy's run any more."""
@@ -71,6 +75,23 @@ class TokenMeans(TokenWindow):
 
     def gradients(self, owner: Optimizer) -> Iterable[Tensor]:
         return (p.grad for group in owner.param_groups for p in group["params"] if p.grad is not None)
+
+    def before_backward(self, outputs: Sequence[Any], new_means: Sequence[CountedMean]) -> None:
+        if not new_means and not self._waiting and self.divisor != 1:
+            self._with_other_gradients.update(self._strategy.optimizers)
+        super().before_backward(outputs, new_means)
+
+    def forget(self, owner: Optimizer) -> None:
+        super().forget(owner)
+        self._with_other_gradients.discard(owner)
+
+    def forget_all(self) -> None:
+        """Forget all gradients."""
+        for optimizer in self._strategy.optimizers:
+            self.forget(optimizer)
+
+    def has_other_gradients(self, owner: Optimizer) -> bool:
+        return owner in self._with_other_gradients or super().has_gradients(owner)
 
     def has_gradients(self, owner: Optimizer) -> bool:
         return bool(self._strategy.sharded_optimizers.unreduced) or super().has_gradients(owner)
