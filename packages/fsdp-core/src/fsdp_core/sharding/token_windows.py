@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -20,7 +21,15 @@ from fsdp_core.gradients.clipping import scale_gradients
 from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.torch_private.autograd import call_around_backward, graph_nodes
 
-__all__ = ["CountedMean", "TokenWindow", "current_window", "follow_passes", "note_mean", "use_window"]
+__all__ = [
+    "CountedMean",
+    "LoopWindow",
+    "TokenWindow",
+    "current_window",
+    "follow_passes",
+    "note_mean",
+    "use_window",
+]
 
 #: The nodes of a graph in which a loss is a linear function of the means that it is made of.
 _LINEAR = frozenset(
@@ -107,6 +116,8 @@ class TokenWindow(ABC):
         self._waiting: MutableMapping[Any, _Waiting] = WeakKeyDictionary()
         #: A count that is not zero, for windows that begin without a token.
         self._last_count: Tensor | None = None
+        #: Whether gradients were restored that are not where a look would find them.
+        self._are_restored = False
         with _lock:
             _windows.add(self)
 
@@ -179,10 +190,11 @@ class TokenWindow(ABC):
         if means:
             accumulated = means[0].accumulated if is_by_hand else True
         owners = list(self.owners(outputs, complete=bool(accumulated)))
-        if self._waiting:
-            for owner in owners:
+        if not self._are_restored:
+            for owner in [owner for owner in owners if owner in self._waiting]:
                 if not self.has_gradients(owner):
                     self.forget(owner)
+        self._are_restored = False
         continued = [self._waiting[owner] for owner in owners if owner in self._waiting]
         if not means:
             if any(waiting.accumulated for waiting in continued):
@@ -283,6 +295,7 @@ class TokenWindow(ABC):
                 reference, total = new_tensor(saved["reference"]), new_tensor(saved["count"])
                 passes, is_relative = int(saved["passes"]), bool(saved["is_relative_to_total"])
                 self._waiting[owner] = _Waiting(reference, total, passes, True, "", is_relative)
+                self._are_restored = True
 
 
 def _as_numbers(waiting: _Waiting | None) -> dict[str, float] | None:
@@ -346,7 +359,7 @@ def _survey(outputs: Sequence[Any]) -> tuple[list[CountedMean], bool]:
     return means, is_linear
 
 
-class _Alone(TokenWindow):
+class LoopWindow(TokenWindow):
     """A loop without a strategy of ours: one process, or ranks whose gradients torch or another library averages.
 
     It knows no optimizers: the gradients that wait are those of the leaves that a loss depends on, together.
@@ -405,10 +418,14 @@ def use_window(window: TokenWindow | None) -> None:
 def current_window() -> TokenWindow:
     """The run that this rank is in."""
     window = None if _thread.window is None else _thread.window()
+    if window is None:
+        # Lightning's own strategies say nothing; what knows of their steps is imported with Lightning, or not at all
+        elsewhere: Any = sys.modules.get("fsdp_core.lightning.registration.token_means_elsewhere")
+        window = None if elsewhere is None else elsewhere.window_of_running_step()
     if window is not None:
         return window
     if _thread.alone is None:
-        _thread.alone = _Alone()
+        _thread.alone = LoopWindow()
     return _thread.alone
 
 

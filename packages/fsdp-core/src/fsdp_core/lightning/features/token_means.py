@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.optim import Optimizer
 
 from fsdp_core.mesh import GRADIENT_AXES
 from fsdp_core.runtime import Runtime
-from fsdp_core.sharding.token_windows import CountedMean, TokenWindow, follow_passes, use_window
+from fsdp_core.sharding.token_windows import CountedMean, LoopWindow, TokenWindow, follow_passes, use_window
 
 if TYPE_CHECKING:
     from fsdp_core.lightning.fabric_strategy import ShardedFabricStrategy
     from fsdp_core.lightning.trainer_strategy import ShardedTrainerStrategy
 
-__all__ = ["TokenMeans"]
+__all__ = ["TokenMeans", "TokenMeansElsewhere"]
 
 
 class TokenMeans(TokenWindow):
@@ -95,3 +97,49 @@ class TokenMeans(TokenWindow):
 
     def has_gradients(self, owner: Optimizer) -> bool:
         return bool(self._strategy.sharded_optimizers.unreduced) or super().has_gradients(owner)
+
+
+class TokenMeansElsewhere(LoopWindow):
+    """The tokens of the steps of a fit under one of Lightning's own strategies.
+
+    Args:
+        strategy: The strategy.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        super().__init__()
+        self._strategy_ref = ref(strategy)
+
+    @classmethod
+    def of(cls, strategy: Strategy) -> TokenMeansElsewhere:
+        """That of a strategy, the same at each step."""
+        if strategy not in _elsewhere:
+            _elsewhere[strategy] = cls(strategy)
+        return _elsewhere[strategy]
+
+    @property
+    def _strategy(self) -> Any:
+        strategy = self._strategy_ref()
+        assert strategy is not None
+        return strategy
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self._strategy.root_device
+        return device
+
+    @property
+    def ranks(self) -> int:
+        return int(getattr(self._strategy, "world_size", 1))
+
+    @property
+    def divisor(self) -> int | None:
+        module: pl.LightningModule = self._strategy.lightning_module
+        return module.trainer.accumulate_grad_batches if module.automatic_optimization else None
+
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        total: Tensor = self._strategy.reduce(tensor, reduce_op="sum")
+        return total
+
+
+_elsewhere: WeakKeyDictionary[Strategy, TokenMeansElsewhere] = WeakKeyDictionary()

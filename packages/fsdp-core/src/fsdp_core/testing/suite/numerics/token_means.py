@@ -18,7 +18,15 @@ from fsdp_core.testing.suite.base_class import Clauses, requires
 from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.training import Lit, loader, losses_of, new_fabric, new_trainer
 
-__all__ = ["TokenMeansSuite"]
+__all__ = [
+    "ACCUMULATE",
+    "MAX_NORM",
+    "MICRO_BATCHES",
+    "LitTokens",
+    "LitTokensByHand",
+    "TokenMeansSuite",
+    "train_unsharded",
+]
 
 #: Micro-batches of a step, and of the run, whose last step takes fewer.
 ACCUMULATE, MICRO_BATCHES = 3, 5
@@ -39,7 +47,7 @@ def _losses(output: Tensor, y: Tensor) -> Tensor:
     return (output - y).square()
 
 
-def _train_unsharded() -> Trained:
+def train_unsharded() -> Trained:
     """Train on all micro-batches of a step at once, in one process, without token_mean()."""
     net, means = oracle.new_net(), []
     optimizer = oracle.momentum(net)
@@ -154,7 +162,7 @@ class TokenMeansSuite(Clauses):
     def test_mean_over_all_tokens_of_a_step(self, ranks: Ranks, tmp_path: Any, train: Any, world_size: int) -> None:
         """The step must take the mean over the tokens of all ranks and micro-batches, and clipping must see it."""
         got = ranks.run(world_size, train, self.strategy, str(tmp_path), world_size)
-        assert_same(got, _train_unsharded())
+        assert_same(got, train_unsharded())
 
     def test_means_over_different_tokens_are_added(self, ranks: Ranks) -> None:
         """Losses over different tokens, functions of them, and plain means must add up as in one process."""
