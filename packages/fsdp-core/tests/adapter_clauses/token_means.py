@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -84,51 +85,87 @@ def _resume_under_fabric(strategy: str, tmp: str) -> tuple[list[float], list[flo
 
 
 class TwoPlayers(Lit):
-    """Two networks with optimizers of their own: one steps at each batch, the other takes two batches for a step."""
+    """Two networks with optimizers of their own, each of which steps for itself, or both after two batches.
 
-    def __init__(self) -> None:
+    Args:
+        mode: ``"alternating"``: each batch has a step of each, one after the other. ``"together"``: two batches have one
+            step of both. ``"apart"``: each batch has a step of one, and two batches have one of the other.
+    """
+
+    def __init__(self, mode: str) -> None:
         super().__init__()
         self.automatic_optimization = False
+        self.mode = mode
         self.net, self.other = oracle.new_net(blocks=1), oracle.new_net(blocks=1)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        optimizers: Any = self.optimizers()
-        x, y = batch
-        optimizers[0].zero_grad()
-        self.manual_backward(fsdp_core.token_mean((self.net(x) - y).square(), y > 0.5))
-        optimizers[0].step()
-        losses = (self.other(x) - self.net(x).detach()).square()
-        self.manual_backward(fsdp_core.token_mean(losses, y < (-0.5, 1.0)[batch_idx % 2], accumulated=True))
-        if batch_idx % 2:
-            optimizers[1].optimizer.step()  # past Lightning
-            optimizers[1].zero_grad()
+        first, second = self.optimizers()  # type: ignore[misc]
+        losses, masks = _losses_of_players(self.net, self.other, batch, batch_idx)
+        if self.mode == "together":
+            count = masks[0].sum()
+            both = (losses[0] * masks[0]).sum() + (losses[1] * masks[0]).sum()
+            self.manual_backward(fsdp_core.token_mean(both, count, accumulated=True))
+            if batch_idx % 2:
+                for optimizer in (first, second):
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return
+        accumulated = True if self.mode == "apart" else None
+        first.zero_grad()
+        self.manual_backward(fsdp_core.token_mean(losses[0], masks[0]))
+        first.step()
+        if accumulated is None:
+            second.zero_grad()
+        losses, masks = _losses_of_players(self.net, self.other, batch, batch_idx)
+        self.manual_backward(fsdp_core.token_mean(losses[1], masks[1], accumulated=accumulated))
+        if accumulated is None:
+            second.optimizer.step()  # past Lightning
+            second.zero_grad()
 
     def configure_optimizers(self) -> Any:
         return oracle.momentum(self.net), torch.optim.SGD(self.other.parameters(), lr=0.1)
 
 
-def _train_two_players(strategy: str, tmp: str) -> Trained:
-    module = TwoPlayers()
+def _losses_of_players(net: Any, other: Any, batch: tuple[Tensor, Tensor], number: int) -> Any:
+    """The losses of each player's elements, and which count."""
+    x, y = batch
+    output = net(x)
+    return (
+        ((output - y).square(), (other(x) - output.detach()).square()),
+        (y > (0.5, -0.2)[number % 2], y < -0.5),
+    )
+
+
+def _train_two_players(strategy: str, tmp: str, mode: str) -> Trained | str:
+    module = TwoPlayers(mode)
     trainer = new_trainer(tmp, strategy, 2)
+    if mode == "apart":
+        return refusal(ShardingError, lambda: trainer.fit(module, loader(4, 2)))
     trainer.fit(module, loader(4, 2))
     return [], full_state(trainer.strategy)
 
 
-def _train_two_players_unsharded() -> Trained:
+def _train_two_players_unsharded(mode: str) -> Trained:
     net, other = oracle.new_net(blocks=1), oracle.new_net(blocks=1)
-    first, second = oracle.momentum(net), torch.optim.SGD(other.parameters(), lr=0.1)
+    optimizers = oracle.momentum(net), torch.optim.SGD(other.parameters(), lr=0.1)
     total, count = torch.zeros(()), 0
-    for number, (x, y) in enumerate(oracle.global_batches(4)):
-        (net(x) - y).square()[y > 0.5].mean().backward()
-        first.step()
-        first.zero_grad()
-        counted = (other(x) - net(x).detach()).square()[y < (-0.5, 1.0)[number % 2]]
-        total, count = total + counted.sum(), count + counted.numel()
-        if number % 2:
-            (total / count).backward()
-            second.step()
-            second.zero_grad()
-            total, count = torch.zeros(()), 0
+    for number, batch in enumerate(oracle.global_batches(4)):
+        if mode == "together":
+            losses, masks = _losses_of_players(net, other, batch, number)
+            total = total + losses[0][masks[0]].sum() + losses[1][masks[0]].sum()
+            count += int(masks[0].sum())
+            if number % 2:
+                (total / count).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                total, count = torch.zeros(()), 0
+            continue
+        for player, optimizer in enumerate(optimizers):
+            losses, masks = _losses_of_players(net, other, batch, number)
+            losses[player][masks[player]].mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
     state = {f"net.{name}": tensor for name, tensor in net.state_dict().items()}
     return [], state | {f"other.{name}": tensor for name, tensor in other.state_dict().items()}
 
@@ -182,9 +219,16 @@ class TokenMeansOfAdaptersSuite(Clauses):
         for whole, resumed in ranks.run(2, _resume_under_fabric, self.strategy, str(tmp_path)):
             torch.testing.assert_close(torch.tensor(resumed), torch.tensor(whole))
 
-    def test_each_optimizer_has_its_own_tokens(self, ranks: Ranks, tmp_path: Path) -> None:
-        """Of two optimizers, each must take the mean over the tokens of its own micro-batches."""
-        assert_same(ranks.run(2, _train_two_players, self.strategy, str(tmp_path)), _train_two_players_unsharded())
+    @pytest.mark.parametrize("mode", ["alternating", "together"])
+    def test_several_optimizers_take_means_over_tokens(self, ranks: Ranks, tmp_path: Path, mode: str) -> None:
+        """Optimizers that step one after the other, or after the same passes, must step as in one process."""
+        got = ranks.run(2, _train_two_players, self.strategy, str(tmp_path), mode)
+        assert_same(got, _train_two_players_unsharded(mode))
+
+    def test_optimizers_that_accumulate_apart_are_refused(self, ranks: Ranks, tmp_path: Path) -> None:
+        """A pass of one optimizer's loss amid the passes of another's must be refused."""
+        for message in ranks.run(2, _train_two_players, self.strategy, str(tmp_path), "apart"):
+            assert_says(message, "optimizers step after different backward passes")
 
     @on_ranks("processes")
     def test_two_ranks_are_exact_in_fp64(self, ranks: Ranks) -> None:

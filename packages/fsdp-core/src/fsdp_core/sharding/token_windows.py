@@ -90,17 +90,16 @@ class _Waiting:
     Attributes:
         reference: The count to which they are relative: they are the sum of the losses' gradients, divided by it.
         total: The count of all their tokens.
-        passes: How many backward passes they are of.
         accumulated: Whether these are of micro-batches of one step; ``None`` if that was not said.
         fault: Why gradients of these passes can't be corrected by one factor; empty if they can.
+        is_relative_to_total: Whether they need no correction.
     """
 
     reference: Tensor
     total: Tensor
-    passes: int = 1
-    accumulated: bool | None = None
-    fault: str = ""
-    is_relative_to_total: bool = True
+    accumulated: bool | None
+    fault: str
+    is_relative_to_total: bool
 
 
 class TokenWindow(ABC):
@@ -170,6 +169,17 @@ class TokenWindow(ABC):
         """Forget gradients that a step has taken, or that were discarded."""
         self._waiting.pop(owner, None)
 
+    def note_step(self, owner: Any) -> None:
+        """Forget gradients that a step has taken.
+
+        Passes that were not declared as micro-batches are forgotten with the step of any optimizer: where several step
+        in turn, a pass of one of them may add zeros to the gradients of the others.
+        """
+        if owner in self._waiting and not self._waiting[owner].accumulated:
+            for other in [other for other, waiting in self._waiting.items() if not waiting.accumulated]:
+                self.forget(other)
+        self.forget(owner)
+
     def before_backward(self, outputs: Sequence[Any], new_means: Sequence[CountedMean]) -> None:
         """Choose to what the gradients of a backward pass are relative.
 
@@ -189,7 +199,17 @@ class TokenWindow(ABC):
         accumulated = None
         if means:
             accumulated = means[0].accumulated if is_by_hand else True
+        if is_by_hand and any(mean.accumulated is not accumulated for mean in means):
+            raise ShardingError(
+                "the losses of a backward pass are in part token_mean(..., accumulated=True).\n"
+                "Write the same for all losses of one backward pass."
+            )
         owners = list(self.owners(outputs, complete=bool(accumulated)))
+        if accumulated and not owners:
+            raise ShardingError(
+                "token_mean(..., accumulated=True) where no optimizer is set up: which gradients wait is not known.\n"
+                "Write model, optimizer = fabric.setup(model, optimizer)."
+            )
         if not self._are_restored:
             for owner in [owner for owner in owners if owner in self._waiting]:
                 if not self.has_gradients(owner):
@@ -200,40 +220,29 @@ class TokenWindow(ABC):
             if any(waiting.accumulated for waiting in continued):
                 raise _window_refusal("one of them is of a loss without token_mean()")
             return
-        if is_by_hand and any(mean.accumulated is not accumulated for mean in means):
-            raise ShardingError(
-                "the losses of a backward pass are in part token_mean(..., accumulated=True).\n"
-                "Write the same for all losses of one backward pass."
-            )
+        if any(waiting.accumulated for waiting in continued) and len(continued) < len(owners):
+            raise _steps_refusal()
         fault = _fault_of(means, is_linear)
         if accumulated:
-            self._continue_accumulation(means, fault, continued, owners)
+            self._check_accumulated(continued, fault, owners)
+            for mean in means:
+                mean.reference = continued[0].reference if continued else None
         else:
             _check_single(continued, accumulated)
         self._record(means[0], accumulated, fault, owners)
 
-    def _continue_accumulation(
-        self, means: Sequence[CountedMean], fault: str, continued: Sequence[_Waiting], owners: Sequence[Any]
-    ) -> None:
-        """Make the gradients of a pass relative to the count of those that wait."""
-        if not owners:
-            raise ShardingError(
-                "token_mean(..., accumulated=True) where no optimizer is set up: which gradients wait is not known.\n"
-                "Write model, optimizer = fabric.setup(model, optimizer)."
-            )
-        if any(owner not in self._waiting and self.has_other_gradients(owner) for owner in owners):
+    def _check_accumulated(self, continued: Sequence[_Waiting], fault: str, owners: Sequence[Any]) -> None:
+        """Refuse gradients that can't be brought to one mean with those that wait."""
+        has_others = [owner not in self._waiting and self.has_other_gradients(owner) for owner in owners]
+        if any(has_others) and not all(has_others):
+            raise _steps_refusal()
+        if any(has_others):
             raise _window_refusal("one of them is of a loss without token_mean(), or gradients of an earlier step wait")
-        if not continued:
-            return
-        fault = fault or next((waiting.fault for waiting in continued if waiting.fault), "")
         if not all(waiting.accumulated for waiting in continued):
-            fault = "one of them was not declared as one of several"
-        if any(waiting.reference is not continued[0].reference for waiting in continued):
-            fault = "optimizers have begun to accumulate at different passes"
-        if fault:
-            raise _window_refusal(fault)
-        for mean in means:
-            mean.reference = continued[0].reference
+            raise _window_refusal("one of them was not declared as one of several")
+        faults = [fault, *(waiting.fault for waiting in continued)]
+        if continued and any(faults):
+            raise _window_refusal(next(filter(None, faults)))
 
     def _record(self, mean: CountedMean, accumulated: bool | None, fault: str, owners: Sequence[Any]) -> None:
         """Add a pass to what is known of gradients that wait."""
@@ -245,13 +254,10 @@ class TokenWindow(ABC):
         for owner in owners:
             waiting = self._waiting.get(owner)
             if waiting is None:
-                is_first = mean.reference is None
-                self._waiting[owner] = _Waiting(reference, mean.count, 1, accumulated, fault, is_first)
+                self._waiting[owner] = _Waiting(reference, mean.count, accumulated, fault, is_relative_to_total=True)
                 continue
-            total = totals.setdefault(id(waiting.total), waiting.total + mean.count)
-            self._waiting[owner] = _Waiting(
-                waiting.reference, total, waiting.passes + 1, accumulated, waiting.fault or fault, False
-            )
+            waiting.total = totals.setdefault(id(waiting.total), waiting.total + mean.count)
+            waiting.accumulated, waiting.is_relative_to_total = accumulated, False
 
     def after_backward(self) -> None:
         """Bring gradients to the mean over all their tokens, if the pass has reduced them."""
@@ -262,8 +268,9 @@ class TokenWindow(ABC):
             if waiting.accumulated and not waiting.is_relative_to_total:
                 is_empty = waiting.total == 0
                 scale_gradients(self.gradients(owner), (waiting.reference / waiting.total).masked_fill(is_empty, 1))
-                new_reference = references.setdefault(id(waiting.total), waiting.total.where(~is_empty, waiting.reference))
-                waiting.reference, waiting.is_relative_to_total = new_reference, True
+                new_reference = waiting.total.where(~is_empty, waiting.reference)
+                waiting.reference = references.setdefault(id(waiting.total), new_reference)
+                waiting.is_relative_to_total = True
 
     def state(self, owners: Sequence[Any]) -> list[dict[str, float] | None]:
         """What to save with gradients that wait, for each of their owners. It waits for the device."""
@@ -293,8 +300,7 @@ class TokenWindow(ABC):
         for owner, saved in zip(owners, state, strict=False):
             if saved is not None:
                 reference, total = new_tensor(saved["reference"]), new_tensor(saved["count"])
-                passes, is_relative = int(saved["passes"]), bool(saved["is_relative_to_total"])
-                self._waiting[owner] = _Waiting(reference, total, passes, True, "", is_relative)
+                self._waiting[owner] = _Waiting(reference, total, True, "", bool(saved["is_relative_to_total"]))
                 self._are_restored = True
 
 
@@ -304,7 +310,6 @@ def _as_numbers(waiting: _Waiting | None) -> dict[str, float] | None:
     return {
         "count": float(waiting.total),
         "reference": float(waiting.reference),
-        "passes": waiting.passes,
         "is_relative_to_total": waiting.is_relative_to_total,
     }
 
@@ -332,6 +337,15 @@ def _fault_of(means: Sequence[CountedMean], is_linear: bool) -> str:
     if not all(mean.is_over_same_tokens(means[0]) for mean in means):
         return "the loss of one of them has two token_mean() whose counts are not the same object"
     return ""
+
+
+def _steps_refusal() -> ShardingError:
+    return ShardingError(
+        "optimizers step after different backward passes of token_mean(..., accumulated=True): to whose gradients a "
+        "pass has added is not known, since libraries add zeros to those that a loss does not depend on.\n"
+        "Step all optimizers after the same passes; or finish one optimizer's passes and step, and write "
+        "optimizer.zero_grad() of the other before its first pass."
+    )
 
 
 def _window_refusal(fault: str) -> ShardingError:
@@ -458,4 +472,4 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     with _lock:
         windows = list(_windows)
     for window in windows:
-        window.forget(optimizer)
+        window.note_step(optimizer)

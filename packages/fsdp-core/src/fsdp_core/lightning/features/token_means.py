@@ -93,10 +93,14 @@ class TokenMeans(TokenWindow):
             self.forget(optimizer)
 
     def has_other_gradients(self, owner: Optimizer) -> bool:
-        return owner in self._with_other_gradients or super().has_gradients(owner)
+        return super().has_gradients(owner) or (self._has_unreduced and owner in self._with_other_gradients)
 
     def has_gradients(self, owner: Optimizer) -> bool:
-        return bool(self._strategy.sharded_optimizers.unreduced) or super().has_gradients(owner)
+        return self._has_unreduced or super().has_gradients(owner)
+
+    @property
+    def _has_unreduced(self) -> bool:
+        return bool(self._strategy.sharded_optimizers.unreduced)
 
 
 class TokenMeansElsewhere(LoopWindow):
