@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+import fsdp_core
 from fsdp_core.cli.prove import prove
 from fsdp_core.errors import ShardingError
 from fsdp_core.proving.batches import batches_of_one_size, join_batches
@@ -155,6 +156,11 @@ class Normalised(Net):
 class CountsItsOwn(Net):
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(logits, y, ignore_index=3)
+
+
+class CountsAll(Net):
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        return fsdp_core.token_mean(F.cross_entropy(logits, y, ignore_index=3, reduction="sum"), y != 3)
 
 
 class Sums(Net):
@@ -406,7 +412,7 @@ def test_random_numbers_of_a_step_can_not_be_told() -> None:
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", [AsksForSums, StepsByItself, DrawsNoise])
+@pytest.mark.parametrize("module", [AsksForSums, CountsAll, StepsByItself, DrawsNoise])
 def test_a_strategy_is_compared_with_what_can_be_played(module: Callable[[], pl.LightningModule]) -> None:
     proof = prove_fit(new_fit(module), only="ddp", options={})
     assert proof.rows[1].verdict == "same", proof.rows[1].words

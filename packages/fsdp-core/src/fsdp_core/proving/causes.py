@@ -264,8 +264,8 @@ def _cause_of_shares(shares: Sequence[float]) -> Cause | None:
             name="count",
             words=f"{CAUSES['count']}: ranks have shares of {listing} in the whole batch, and are averaged with "
             f"{1 / len(shares):.3g} each",
-            remedy="Divide by the number of all ranks, which average: loss = losses.sum() * self.trainer.world_size / "
-            "self.all_gather(count).sum().",
+            remedy="Write loss = fsdp_core.token_mean(losses.sum(), count), the mean over the tokens of all ranks, and "
+            "of the micro-batches of a step.",
         )
     if abs(shares[0] - 1) > _SHARE_DIFFERENCE:
         return None
