@@ -64,7 +64,8 @@ def test_one_process_has_the_mean(loss: Tensor, count: Any, mean: float) -> None
     assert result.item() == mean
     assert result.dtype == torch.promote_types(loss.dtype, torch.float32)
     result.backward()
-    assert loss.grad is not None and loss.grad.dtype == loss.dtype
+    assert loss.grad is not None
+    assert loss.grad.dtype == loss.dtype
     assert loss.grad.isfinite().all()
     with torch.no_grad():
         assert token_mean(loss, count).item() == mean
@@ -226,9 +227,7 @@ def _train_elsewhere(strategy: str, tmp: str, ranks: int, by_hand: bool) -> Trai
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["automatic", "by hand"])
 @pytest.mark.parametrize(("strategy", "world_size"), [("auto", 1), ("ddp", 2)])
-def test_lightnings_own_strategies(
-    ranks: Ranks, tmp_path: Path, strategy: str, world_size: int, by_hand: bool
-) -> None:
+def test_lightnings_own_strategies(ranks: Ranks, tmp_path: Path, strategy: str, world_size: int, by_hand: bool) -> None:
     got = ranks.run(world_size, _train_elsewhere, strategy, str(tmp_path), world_size, by_hand)
     assert_same(got, train_unsharded())
 

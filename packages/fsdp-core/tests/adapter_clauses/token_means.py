@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, DistributedSampler
 
 import fsdp_core
 from fsdp_core.errors import ShardingError
 from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.launching.rank_context import rank_context
 from fsdp_core.testing.oracle import Trained
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state
@@ -88,8 +92,8 @@ class TwoPlayers(Lit):
     """Two networks with optimizers of their own, each of which steps for itself, or both after two batches.
 
     Args:
-        mode: ``"alternating"``: each batch has a step of each, one after the other. ``"together"``: two batches have one
-            step of both. ``"apart"``: each batch has a step of one, and two batches have one of the other.
+        mode: ``"alternating"``: each batch has a step of each, one after the other. ``"together"``: two batches have
+            one step of both. ``"apart"``: each batch has a step of one, and two batches have one of the other.
     """
 
     def __init__(self, mode: str) -> None:
@@ -203,6 +207,32 @@ def _refusals_amid_steps(strategy: str, tmp: str) -> list[str]:
     return messages
 
 
+class LitLabels(Lit):
+    """Has integer labels, of which ranks have different numbers, and a mean over a rank's own, or over all."""
+
+    def __init__(self, is_plain: bool) -> None:
+        super().__init__()
+        self.is_plain = is_plain
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        losses = cross_entropy(self(batch["x"]), batch["labels"], reduction="none")
+        is_counted = batch["labels"] != -100
+        return losses[is_counted].mean() if self.is_plain else fsdp_core.token_mean(losses, is_counted)
+
+
+def _warnings_of_labels(strategy: str, tmp: str, is_plain: bool, ignored: int) -> list[str]:
+    rows = [{"x": x, "labels": number % 6} for number, (x, _) in enumerate(oracle.dataset(oracle.BATCH * 3))]
+    for number in range(1, 2 * ignored, 2):  # rows of the second rank
+        rows[number]["labels"] = -100
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        share = rank_context()
+        sampler: Any = DistributedSampler(rows, share.shares(2), share.rank, shuffle=False)  # type: ignore[arg-type]
+        data = DataLoader(rows, batch_size=oracle.BATCH // 2, sampler=sampler)  # type: ignore[arg-type]
+        new_trainer(tmp, strategy, 2).fit(LitLabels(is_plain), data)
+    return [str(each.message) for each in caught if "numbers of labels" in str(each.message)]
+
+
 class TokenMeansOfAdaptersSuite(Clauses):
     """What ``fsdp_core.token_mean`` needs of adapters."""
 
@@ -249,3 +279,14 @@ class TokenMeansOfAdaptersSuite(Clauses):
         for mixed, begun in ranks.run(2, _refusals_amid_steps, self.strategy, str(tmp_path)):
             assert_says(mixed, "more than token_mean() times numbers", "accumulate_grad_batches=1")
             assert_says(begun, "a loss without token_mean()")
+
+    @on_ranks("processes")
+    @pytest.mark.parametrize(("is_plain", "ignored", "warns"), [(True, 2, True), (True, 0, False), (False, 2, False)])
+    def test_unequal_labels_under_a_plain_mean_are_warned_of(
+        self, ranks: Ranks, tmp_path: Path, is_plain: bool, ignored: int, warns: bool
+    ) -> None:
+        """One warning must say that ranks have different numbers of labels, unless the loss knows them."""
+        told, other = ranks.run(2, _warnings_of_labels, self.strategy, str(tmp_path), is_plain, ignored)
+        assert (len(told), other) == (int(warns), [])
+        if warns:
+            assert_says(told[0], "in step 1: 10 in all", "20%", "fsdp_core.token_mean", "filterwarnings")

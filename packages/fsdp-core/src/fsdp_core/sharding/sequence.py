@@ -16,7 +16,9 @@ from fsdp_core.errors import ShardingError
 from fsdp_core.runtime import Runtime
 
 __all__ = [
+    "IGNORED",
     "SequenceSplit",
+    "batch_entries",
     "current_split",
     "gather_sequence",
     "sequence_positions",
@@ -77,7 +79,7 @@ class SequenceSplit:
                 the values of the last batch's parts, since a copy, such as one on another device, has no mark.
         """
         use_split(self)  # current_split() is None after a Trainer's stage
-        entries = dict(_entries(batch))
+        entries = dict(batch_entries(batch))
         dims = self._choose_dims(entries)
         split_names = [name for name in dims if getattr(entries[name], _IS_PART, False)]
         if self._is_copy_of_last({name: entries[name] for name in dims}):
@@ -304,12 +306,12 @@ def shift_labels(labels: Tensor, dim: int = 1, ignored: int = IGNORED) -> Tensor
     return torch.cat([labels.narrow(dim, 1, labels.shape[dim] - 1), after], dim)
 
 
-def _entries(batch: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+def batch_entries(batch: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """The tensors of a batch, each with its name: keys, indices and fields, joined by dots."""
     if isinstance(batch, Tensor):
         yield name, batch
     for key, value in _items(batch):
-        yield from _entries(value, f"{name}.{key}" if name else key)
+        yield from batch_entries(value, f"{name}.{key}" if name else key)
 
 
 def _items(batch: Any) -> list[tuple[str, Any]]:

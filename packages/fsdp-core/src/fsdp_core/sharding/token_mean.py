@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_core.errors import ShardingError
 from fsdp_core.sharding.sequence import current_split
 from fsdp_core.sharding.token_windows import CountedMean, current_window, note_mean
+from fsdp_core.torch_private.dynamo import outside_of_compilation
 
 __all__ = ["token_mean"]
 
@@ -54,7 +55,7 @@ def token_mean(loss: Tensor, count: Tensor | float, *, accumulated: bool | None 
     return _compute_mean(loss, count, accumulated)
 
 
-@torch.compiler.disable  # a collective, and a record of what the step has computed
+@outside_of_compilation  # a collective, and a record of what the step has computed
 def _compute_mean(loss: Tensor, count: Tensor | float, accumulated: bool | None) -> Tensor:
     window = current_window()
     fault: ShardingError | None = None
@@ -80,6 +81,7 @@ def _compute_mean(loss: Tensor, count: Tensor | float, accumulated: bool | None)
     mean = total_of_all / count_of_all.masked_fill(is_empty, 1)
     if not torch.is_grad_enabled():
         return mean
+    window.note_use()
     split = current_split()
     if split is not None:
         split.note_weighted()
@@ -127,8 +129,8 @@ def _read(loss: object, count: object) -> tuple[Tensor, Tensor]:
     if isinstance(count, bool) or not isinstance(count, int | float):
         raise ShardingError(
             f"fsdp_core.token_mean() was given {count!r} as the count.\n"
-            "Give it how many tokens the loss is of, as a number or a tensor, or a mask of them; a rank without a token "
-            "gives 0."
+            "Give it how many tokens the loss is of, as a number or a tensor, or a mask of them; a rank without a "
+            "token gives 0."
         )
     if not (0 <= count < math.inf):
         raise _count_refusal(str(count))
@@ -183,6 +185,6 @@ def _wide(loss: Tensor) -> torch.dtype:
 def _count_refusal(count: str) -> ShardingError:
     return ShardingError(
         f"fsdp_core.token_mean() was given {count} as the count, which is no number of tokens and no weight.\n"
-        "Give it how many tokens the loss is of, 0 or more; of labels, `labels != -100` is the mask of those that count."
+        "Give it how many tokens the loss is of, 0 or more; of labels, `labels != -100` is the mask of those that "
+        "count."
     )
-

@@ -117,6 +117,7 @@ class TokenWindow(ABC):
         self._last_count: Tensor | None = None
         #: Whether gradients were restored that are not where a look would find them.
         self._are_restored = False
+        self._is_used = False
         with _lock:
             _windows.add(self)
 
@@ -134,6 +135,15 @@ class TokenWindow(ABC):
     @abstractmethod
     def divisor(self) -> int | None:
         """By what each loss is divided before its backward pass; ``None`` where steps are by hand."""
+
+    def note_use(self) -> None:
+        """Record that a mean was computed that may be trained."""
+        self._is_used = True
+
+    def take_use(self) -> bool:
+        """Whether one was since this was last asked."""
+        is_used, self._is_used = self._is_used, False
+        return is_used
 
     @property
     def leaves_unreduced(self) -> bool:
@@ -350,8 +360,8 @@ def _steps_refusal() -> ShardingError:
 
 def _window_refusal(fault: str) -> ShardingError:
     return ShardingError(
-        f"a step takes several backward passes with token_mean(), and {fault}. How many tokens it has is known when its "
-        "last micro-batch comes, and one factor can then correct only gradients that are all of one count.\n"
+        f"a step takes several backward passes with token_mean(), and {fault}. How many tokens it has is known when "
+        "its last micro-batch comes, and one factor can then correct only gradients that are all of one count.\n"
         "Give each loss as token_mean() with the same count object, added up: "
         "n = (labels != -100).sum(); token_mean(losses, n) + token_mean(other * n, n). Or step after each backward "
         "pass, with accumulate_grad_batches=1: there all losses can be added as they are."

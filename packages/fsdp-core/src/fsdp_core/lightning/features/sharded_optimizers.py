@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fsdp_core.lightning.features.token_means import TokenMeans
     from fsdp_core.lightning.strategy import ShardedStrategy
 
-__all__ = ["ShardedOptimizers"]
+__all__ = ["ShardedOptimizers", "is_compared_step"]
 
 #: The parameters that optimizers held when they were last checked.
 _last_params: WeakKeyDictionary[Optimizer, list[ref[Tensor]]] = WeakKeyDictionary()
@@ -37,6 +37,11 @@ class _ComparedParams:
 
     root: ref[Sharded]
     params_by_name: Mapping[str, ref[Tensor]]
+
+
+def is_compared_step(step: int) -> bool:
+    """Whether ranks are compared before a step, which is counted from 1: the second, fourth, and each 1,024th are."""
+    return step & (step - 1) == 0 or step % 1024 == 0
 
 
 class ShardedOptimizers:
@@ -85,9 +90,7 @@ class ShardedOptimizers:
         runtime = self._strategy.runtime
         optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper around the user's
         step = self._step_counts[optimizer] = self._step_counts.get(optimizer, 0) + 1
-        is_power_of_two = step & (step - 1) == 0
-        is_compared = is_power_of_two or step % 1024 == 0
-        if not is_compared or runtime.world_size == 1 or runtime.is_rehearsed:
+        if not is_compared_step(step) or runtime.world_size == 1 or runtime.is_rehearsed:
             return
         when = f"before step {step} of {type(optimizer).__name__}"
         if step == 1 or runtime.mesh.tensor_parallel > 1:

@@ -137,7 +137,8 @@ def _two_losses(net: Any, x: Tensor, y: Tensor, mean: Callable[[Tensor, Tensor],
     """Two losses over different tokens, a function of one, and a mean over elements, of which ranks have as many."""
     output = net(x)
     first, second = mean(_losses(output, y), y > 0.5), mean(output.abs(), x > 0.8)
-    return first + 0.5 * second + first.sqrt() + 0.1 * output.square().mean()
+    loss: Tensor = first + 0.5 * second + first.sqrt() + 0.1 * output.square().mean()
+    return loss
 
 
 def _step_on_two_losses(strategy: str, world_size: int) -> Trained:
