@@ -25,7 +25,6 @@ from fsdp_core.lightning.fabric_checkpoints import (
 )
 from fsdp_core.lightning.features.fabric_steps import FabricSteps
 from fsdp_core.lightning.features.preemption import Signals
-from fsdp_core.lightning.features.token_means import TokenMeans
 from fsdp_core.lightning.launchers.notebooks import FabricForkedRanks
 from fsdp_core.lightning.loaders.fabric_loaders import track_in_fabric
 from fsdp_core.lightning.outside_steps.forwarding import root_around, set_up_model
@@ -68,7 +67,7 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
         self._take_options(positional, options)
         self.optimizers: WeakSet[Optimizer] = WeakSet()
         self.steps = FabricSteps(self)
-        self.token_means = TokenMeans(self, lambda: self.steps.no_sync.is_inside)
+        self.token_means = self.steps.token_means
         self._signals = Signals(self)
         self._num_nodes = 1
         super().__init__(
@@ -156,6 +155,11 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
 
     #: By what losses are divided: steps are by hand.
     loss_divisor: ClassVar[None] = None
+
+    @property
+    def leaves_unreduced(self) -> bool:
+        """Whether a backward pass leaves gradients unreduced now."""
+        return self.steps.no_sync.is_inside
 
     @property
     def is_stepping_by_hand(self) -> bool:

@@ -78,7 +78,7 @@ class ShardedTrainerStrategy(TrainerHooks):
         self.num_nodes = 1
         self.features = StageFeatures(self)
         self.step_methods = StepMethods(self)
-        self.token_means = TokenMeans(self, lambda: self.step_methods.accumulates)
+        self.token_means = TokenMeans(self)
         self.checkpoints = TrainerCheckpoints(self)
         self._trainer: pl.Trainer | None = None
         #: The path of the checkpoint that Lightning resumes from on this rank; set by :mod:`.checkpoints.patched_io`.
@@ -237,6 +237,11 @@ class ShardedTrainerStrategy(TrainerHooks):
         """By what Lightning divides each loss: the number of micro-batches; ``None`` with manual optimization."""
         module = self.lightning_module
         return module.trainer.accumulate_grad_batches if module is not None and module.automatic_optimization else None
+
+    @property
+    def leaves_unreduced(self) -> bool:
+        """Whether a backward pass leaves gradients unreduced now."""
+        return self.step_methods.accumulates
 
     @property
     def trained_roots(self) -> Sequence[Sharded]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import copy
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -28,17 +29,16 @@ class TokenMeans(TokenWindow):
 
     Args:
         strategy: The strategy.
-        leaves_unreduced: Whether the backward pass that has just ended has left gradients unreduced.
     """
 
-    def __init__(
-        self, strategy: ShardedTrainerStrategy | ShardedFabricStrategy, leaves_unreduced: Callable[[], bool]
-    ) -> None:
+    def __init__(self, strategy: ShardedTrainerStrategy | ShardedFabricStrategy) -> None:
         super().__init__()
         self._strategy = strategy
-        self._leaves_unreduced = leaves_unreduced
         #: The optimizers that may have gradients of passes without such a mean, perhaps unreduced.
         self._with_other_gradients: WeakSet[Optimizer] = WeakSet()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TokenMeans:
+        return TokenMeans(copy.deepcopy(self._strategy, memo))
 
     def begin(self) -> None:
         """Let ``token_mean`` on this rank be of this strategy's run from now on."""
@@ -67,7 +67,7 @@ class TokenMeans(TokenWindow):
 
     @property
     def leaves_unreduced(self) -> bool:
-        return self._leaves_unreduced()
+        return self._strategy.leaves_unreduced
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         return self._ranks.in_graph().all_reduce(tensor, "sum")
