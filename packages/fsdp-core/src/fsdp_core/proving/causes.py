@@ -176,8 +176,8 @@ def find_division(whole_batch: TrainedRun, on_ranks: TrainedRun, ranks: int) -> 
     return Cause(
         name="divided",
         words=f"{CAUSES['divided']}: gradients are {1 / ranks:.3g} of those of the whole batch",
-        remedy="Write loss = fsdp_core.token_mean(losses.sum(), count), with this rank's count; or multiply the loss by "
-        "self.trainer.world_size.",
+        remedy="Write loss = fsdp_core.token_mean(losses.sum(), count), with this rank's count; or multiply the loss "
+        "by self.trainer.world_size.",
     )
 
 
