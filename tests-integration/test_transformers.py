@@ -104,4 +104,7 @@ def test_a_models_loss_is_a_mean_over_all_tokens_in_one_line(tmp_path: Path) -> 
     line = 'loss = fsdp_core.token_mean(model(**batch, num_items_in_batch=1).loss, batch["labels"][:, 1:] != -100)'
     assert line in ONE_LINE
     assert line in (ROOT / "docs/token-mean.md").read_text(encoding="utf-8")
-    assert "the same mean" in run(ONE_LINE, tmp_path)
+    script = tmp_path / "script.py"
+    script.write_text(ONE_LINE, encoding="utf-8")
+    finds = os.environ["FSDP_TESTS_TRANSFORMERS"]
+    assert "the same mean" in run_forked(script, folder=tmp_path, finds=finds, imports=IMPORTS[:1])
