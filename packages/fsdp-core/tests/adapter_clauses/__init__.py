@@ -20,6 +20,7 @@ from adapter_clauses.preemption import PreemptionSuite
 from adapter_clauses.resource_leaks import LeftoversOfSavesSuite
 from adapter_clauses.resume_moments import ResumeMomentsSuite
 from adapter_clauses.scattered_saves import ScatteredSavesSuite
+from adapter_clauses.token_means import TokenMeansOfAdaptersSuite
 from adapter_clauses.trainer_checkpoints import CheckpointFilesSuite
 from adapter_clauses.users_checkpoint_io import UsersCheckpointIOSuite
 
@@ -39,6 +40,7 @@ class AdapterSuite(
     FabricFilesSuite,
     FiniteGradientsSuite,
     LoopsOfAdaptersSuite,
+    TokenMeansOfAdaptersSuite,
     LightningToolsSuite,
     ExceptionsOfAdaptersSuite,
     LeftoversOfSavesSuite,

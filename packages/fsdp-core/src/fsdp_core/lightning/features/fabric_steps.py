@@ -16,6 +16,7 @@ from fsdp_core.gradients.step_gradients import unguard_parameters
 from fsdp_core.lightning.features.finite_gradients import refuse_nonfinite
 from fsdp_core.lightning.features.gradient_guard import GradientGuard
 from fsdp_core.lightning.features.no_sync import NoSync
+from fsdp_core.lightning.features.token_means import TokenMeans
 from fsdp_core.lightning.outside_steps.error_notes import explain_shards, explain_uncaught_error
 from fsdp_core.lightning.outside_steps.first_forwards import FirstForwards
 from fsdp_core.lightning.outside_steps.forwarding import ShardedForward
@@ -43,6 +44,7 @@ class FabricSteps:
         gradient_guard: Refuses what users compute of pieces, between the library's own computations.
         step_counts: How many steps each optimizer has taken.
         no_sync: Lets backward passes leave gradients unreduced.
+        token_means: How many tokens gradients are of.
     """
 
     def __init__(self, strategy: ShardedFabricStrategy) -> None:
@@ -50,6 +52,7 @@ class FabricSteps:
         self.gradient_guard = GradientGuard(strategy)
         self.step_counts: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self.no_sync = NoSync(strategy)
+        self.token_means = TokenMeans(strategy)
         self._roots: list[ref[Sharded]] = []
         self._first_forwards: list[FirstForwards] = []
         self._in_backward = False

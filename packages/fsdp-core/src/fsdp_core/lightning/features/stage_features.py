@@ -13,6 +13,7 @@ from fsdp_core.lightning.features.fit_checks import FitChecks
 from fsdp_core.lightning.features.late_param_groups import LateParamGroups
 from fsdp_core.lightning.features.metrics import MetricsOverData
 from fsdp_core.lightning.features.preemption import Preemption
+from fsdp_core.lightning.features.unequal_tokens import UnequalTokens
 
 if TYPE_CHECKING:
     from fsdp_core.lightning.trainer_strategy import ShardedTrainerStrategy
@@ -37,9 +38,10 @@ class StageFeatures:
     def __init__(self, strategy: ShardedTrainerStrategy) -> None:
         self.preemption = Preemption(strategy)
         self.saves = BackgroundSaves(strategy)
-        self.exact_resume = ExactResume(strategy.runtime)
+        self.exact_resume = ExactResume(strategy)
         self.late_param_groups = LateParamGroups()
         self.even_batches = EvenBatches(strategy)
+        self.unequal_tokens = UnequalTokens(strategy)
         self.in_order: tuple[Feature, ...] = (
             self.preemption,
             self.saves,

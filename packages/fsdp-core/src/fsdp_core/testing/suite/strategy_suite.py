@@ -23,6 +23,7 @@ from fsdp_core.testing.suite.numerics.pairs import PairsSuite
 from fsdp_core.testing.suite.numerics.parity import NumbersSuite
 from fsdp_core.testing.suite.numerics.precision import PrecisionSuite
 from fsdp_core.testing.suite.numerics.random_steps import RandomStepsSuite
+from fsdp_core.testing.suite.numerics.token_means import TokenMeansSuite
 from fsdp_core.testing.suite.numerics.unused_parameters import BranchesSuite
 from fsdp_core.testing.suite.refusals.bad_checkpoints import BadCheckpointsSuite
 from fsdp_core.testing.suite.refusals.bad_modules import BadModulesSuite
@@ -40,6 +41,7 @@ class StrategySuite(
     ListingSuite,
     ContractSuite,
     NumbersSuite,
+    TokenMeansSuite,
     ClippingSuite,
     PairsSuite,
     CapabilitiesSuite,
