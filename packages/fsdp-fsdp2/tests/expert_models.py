@@ -1,0 +1,116 @@
+"""Small models with experts, for tests of expert parallelism; they know nothing of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_core.testing import oracle
+from fsdp_core.testing.oracle import FEATURES
+
+EXPERTS, CHOICES, WIDTH = 4, 2, 5
+
+#: The plan of :class:`MixedNet`: each block's experts, called in one of the two ways.
+PLAN = {"blocks.0.experts": "top_k", "blocks.1.experts": "sorted"}
+
+
+class Experts(nn.Module):
+    """Stacked layers with biases. ``forward`` sees tokens that are sorted by expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = EXPERTS
+        self.up = nn.Parameter(torch.randn(EXPERTS, FEATURES, WIDTH) / 2)
+        self.up_bias = nn.Parameter(torch.randn(EXPERTS, WIDTH) / 2)
+        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, FEATURES) / 2)
+
+    def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        parts = tokens.split(counts.tolist())
+        assert len(parts) == self.num_experts == len(self.up)
+        return torch.cat([self.compute(i, part) for i, part in enumerate(parts)])
+
+    def compute(self, expert: int, tokens: Tensor) -> Tensor:
+        return torch.tanh(tokens @ self.up[expert] + self.up_bias[expert]) @ self.down[expert]
+
+
+class ChoosingExperts(Experts):
+    """The same; ``forward`` sees what the router has chosen for each token."""
+
+    def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
+        results = torch.zeros_like(tokens)
+        for expert in indices.unique().tolist():
+            rows, choices = torch.where(indices == expert)
+            weighted = self.compute(expert, tokens[rows]) * weights[rows, choices, None]
+            results = results.index_add(0, rows, weighted)
+        return results
+
+
+class Router(nn.Module):
+    """A linear router of the top experts, with a bias towards some."""
+
+    favour: Tensor
+
+    def __init__(self, favoured: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, EXPERTS)
+        self.register_buffer("favour", torch.zeros(EXPERTS).index_fill(0, torch.arange(favoured), 100.0))
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scores = self.linear(tokens)
+        indices = (scores + self.favour).topk(CHOICES).indices
+        return scores, indices, scores.gather(-1, indices).softmax(-1)
+
+
+class MixedBlock(nn.Module):
+    """A residual block of experts, one that all tokens use, and the loss that balances the router."""
+
+    def __init__(self, *, sorts: bool, favoured: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(FEATURES)
+        self.router = Router(favoured)
+        self.experts = Experts() if sorts else ChoosingExperts()
+        self.shared = nn.Linear(FEATURES, FEATURES)
+        self.scores: Tensor | None = None
+        self.indices: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.norm(x).reshape(-1, FEATURES)
+        self.scores, self.indices, weights = self.router(tokens)
+        indices = self.indices
+        if isinstance(self.experts, ChoosingExperts):
+            mixed = self.experts(tokens, indices, weights)
+        else:
+            order = indices.flatten().argsort(stable=True)
+            counts = torch.bincount(indices.flatten(), minlength=EXPERTS)
+            results = self.experts(tokens[order // CHOICES], counts) * weights.flatten()[order, None]
+            mixed = torch.zeros_like(tokens).index_add(0, order // CHOICES, results)
+        output: Tensor = x + self.shared(tokens).view_as(x) + mixed.view_as(x)
+        return output
+
+
+class MixedNet(nn.Module):
+    """Two blocks with experts, called in different ways.
+
+    Args:
+        favoured: How many experts, the first ones, get all tokens; 0 for no preference.
+    """
+
+    def __init__(self, favoured: int = 0) -> None:
+        super().__init__()
+        self.inp = nn.Linear(FEATURES, FEATURES)
+        self.blocks = nn.ModuleList(MixedBlock(sorts=sorts, favoured=favoured) for sorts in (False, True))
+        self.out = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        output: Tensor = self.out(x)
+        return output
+
+
+def new_net(**arguments: Any) -> MixedNet:
+    with oracle.seeded(3):
+        return MixedNet(**arguments)
