@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-__all__ = ["divide_experts", "sharded_dim", "sharded_dim_of"]
+from fsdp_core import Runtime
+
+__all__ = ["divide_experts", "is_of_experts", "mean_over_peers", "sharded_dim", "sharded_dim_of", "whole_gradient"]
+
+_AXIS = "expert_parallel"
 
 
 def divide_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
@@ -48,3 +54,51 @@ def sharded_dim_of(ranks: int) -> Callable[[nn.Parameter], Shard]:
         return Shard(sharded_dim(tuple(local.shape), ranks))
 
     return placement
+
+
+def is_of_experts(tensor: Tensor) -> bool:
+    """Whether a parameter or its gradient is of experts that are divided among ranks."""
+    return isinstance(tensor, DTensor) and _AXIS in (tensor.device_mesh.mesh_dim_names or ())
+
+
+def whole_gradient(gradient: DTensor) -> Tensor:
+    """What a rank's unreduced gradient of its experts is to a gradient of all, of which ranks take the mean.
+
+    Args:
+        gradient: That of this rank's experts, divided by the number of ranks that divide them: ``fully_shard`` takes the
+            mean over the other ranks alone.
+
+    Returns:
+        A tensor of the parameter's shape, with zeros for the experts of other ranks.
+    """
+    ranks, rank = gradient.device_mesh.size(), gradient.device_mesh.get_local_rank()
+    whole = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+    whole.chunk(ranks)[rank].copy_(gradient.to_local() * ranks)
+    return whole
+
+
+def mean_over_peers(
+    gradients: Mapping[str, Callable[[], Tensor]], shards: Mapping[str, Tensor], runtime: Runtime
+) -> dict[str, Callable[[], Tensor]]:
+    """Unreduced gradients of all experts, as functions that read them, from which each rank can take those of its own.
+
+    All ranks must call it, and then those functions that it returns for experts, in the same order.
+
+    Args:
+        gradients: Functions that read this rank's unreduced gradients, by parameter name.
+        shards: The shards of all parameters, by name.
+        runtime: All ranks.
+    """
+    of_experts = [name for name, shard in shards.items() if is_of_experts(shard)]
+    if not of_experts:
+        return dict(gradients)
+    peers = runtime.along(_AXIS)
+    names_by_peer = peers.gather_objects([name for name in of_experts if name in gradients])
+    names = {name for names_of_peer in names_by_peer for name in names_of_peer}
+
+    def read_mean(name: str) -> Tensor:
+        shard = shards[name]
+        gradient = gradients[name]() if name in gradients else torch.zeros(shard.shape, dtype=shard.dtype)
+        return peers.all_reduce(gradient.to(runtime.device, copy=True), "mean")
+
+    return {**gradients, **{name: partial(read_mean, name) for name in of_experts if name in names}}
