@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fsdp_core.testing import oracle
 from fsdp_core.testing.oracle import FEATURES
 
-EXPERTS, CHOICES, WIDTH = 4, 2, 5
+CHOICES, WIDTH = 2, 5
 
 #: The plan of :class:`MixedNet`: each block's experts, called in one of the two ways.
 PLAN = {"blocks.0.experts": "top_k", "blocks.1.experts": "sorted"}
@@ -19,12 +19,12 @@ PLAN = {"blocks.0.experts": "top_k", "blocks.1.experts": "sorted"}
 class Experts(nn.Module):
     """Stacked layers with biases. ``forward`` sees tokens that are sorted by expert."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
         super().__init__()
-        self.num_experts = EXPERTS
-        self.up = nn.Parameter(torch.randn(EXPERTS, FEATURES, WIDTH) / 2)
-        self.up_bias = nn.Parameter(torch.randn(EXPERTS, WIDTH) / 2)
-        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, FEATURES) / 2)
+        self.num_experts = number
+        self.up = nn.Parameter(torch.randn(number, FEATURES, WIDTH) / 2)
+        self.up_bias = nn.Parameter(torch.randn(number, WIDTH) / 2)
+        self.down = nn.Parameter(torch.randn(number, WIDTH, FEATURES) / 2)
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
         parts = tokens.split(counts.tolist())
@@ -52,10 +52,10 @@ class Router(nn.Module):
 
     favour: Tensor
 
-    def __init__(self, favoured: int) -> None:
+    def __init__(self, number: int, favoured: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(FEATURES, EXPERTS)
-        self.register_buffer("favour", torch.zeros(EXPERTS).index_fill(0, torch.arange(favoured), 100.0))
+        self.linear = nn.Linear(FEATURES, number)
+        self.register_buffer("favour", torch.where(torch.arange(number) < favoured, 100.0, 0.0))
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         scores = self.linear(tokens)
@@ -66,11 +66,11 @@ class Router(nn.Module):
 class MixedBlock(nn.Module):
     """A residual block of experts, one that all tokens use, and the loss that balances the router."""
 
-    def __init__(self, *, sorts: bool, favoured: int) -> None:
+    def __init__(self, *, sorts: bool, experts: int, favoured: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(FEATURES)
-        self.router = Router(favoured)
-        self.experts = Experts() if sorts else ChoosingExperts()
+        self.router = Router(experts, favoured)
+        self.experts = Experts(experts) if sorts else ChoosingExperts(experts)
         self.shared = nn.Linear(FEATURES, FEATURES)
         self.scores: Tensor | None = None
         self.indices: Tensor | None = None
@@ -83,7 +83,7 @@ class MixedBlock(nn.Module):
             mixed = self.experts(tokens, indices, weights)
         else:
             order = indices.flatten().argsort(stable=True)
-            counts = torch.bincount(indices.flatten(), minlength=EXPERTS)
+            counts = torch.bincount(indices.flatten(), minlength=self.scores.shape[-1])
             results = self.experts(tokens[order // CHOICES], counts) * weights.flatten()[order, None]
             mixed = torch.zeros_like(tokens).index_add(0, order // CHOICES, results)
         output: Tensor = x + self.shared(tokens).view_as(x) + mixed.view_as(x)
@@ -94,13 +94,14 @@ class MixedNet(nn.Module):
     """Two blocks with experts, called in different ways.
 
     Args:
-        favoured: How many experts, the first ones, get all tokens; 0 for no preference.
+        experts: The number of experts of a block.
+        favoured: How many of them, the first ones, get all tokens; 0 for no preference.
     """
 
-    def __init__(self, favoured: int = 0) -> None:
+    def __init__(self, experts: int = 4, favoured: int = 0) -> None:
         super().__init__()
         self.inp = nn.Linear(FEATURES, FEATURES)
-        self.blocks = nn.ModuleList(MixedBlock(sorts=sorts, favoured=favoured) for sorts in (False, True))
+        self.blocks = nn.ModuleList(MixedBlock(sorts=sorts, experts=experts, favoured=favoured) for sorts in (False, True))
         self.out = nn.Linear(FEATURES, FEATURES)
 
     def forward(self, x: Tensor) -> Tensor:

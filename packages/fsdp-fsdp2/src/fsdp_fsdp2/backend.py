@@ -383,7 +383,9 @@ class FSDP2Backend(Backend):
         experts = {module.get_submodule(name): name for name in plan.details[_EXPERTS]}
         for part, name in experts.items():
             group = self.device_mesh["expert_parallel"].get_group()
-            part.forward = ExpertForward(part, plan.details[_EXPERTS][name], name, group)
+            part.forward = ExpertForward(
+                part, plan.details[_EXPERTS][name], name, group, is_rehearsed=self.runtime.is_rehearsed
+            )
         if not is_by_function:
             self._wrap_forward(module, plan, unit_modules)
         for unit in units:

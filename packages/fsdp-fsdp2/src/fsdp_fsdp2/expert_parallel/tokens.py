@@ -98,11 +98,22 @@ class ExpertForward:
         contract: How it is called.
         name: Its name, for messages.
         group: The ranks that divide the experts, by the experts that they have.
+        is_rehearsed: Whether the other ranks are imagined, and tensors have no values: each rank then gets as many
+            tokens, and each expert.
     """
 
-    def __init__(self, experts: nn.Module, contract: Contract, name: str, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        experts: nn.Module,
+        contract: Contract,
+        name: str,
+        group: dist.ProcessGroup,
+        *,
+        is_rehearsed: bool = False,
+    ) -> None:
         self.original: Callable[..., Tensor] = experts.forward
         self._experts, self._contract, self._name, self._group = experts, contract, name, group
+        self._is_rehearsed = is_rehearsed
         self._number = number_of_experts(experts)
         self._signature = inspect.signature(self.original)
 
@@ -130,7 +141,7 @@ class ExpertForward:
         experts_of_pairs = indices.reshape(-1)
         order = torch.argsort(experts_of_pairs, stable=True)
         counts = self._count(experts_of_pairs)
-        route, received_counts, sent = self._route(counts)
+        route, received_counts, sent = self._route(counts, order.shape[0])
         order = order[:sent]  # without pairs that have no expert, which come last
         arrived, arrived_weights = _MoveRows.apply(
             route, float(self._ranks), rows[order // choices], weights.reshape(-1)[order]
@@ -144,7 +155,7 @@ class ExpertForward:
 
     def _call_sorted(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Send tokens that are sorted by expert."""
-        route, received_counts, sent = self._route(counts.long())
+        route, received_counts, sent = self._route(counts.long(), tokens.shape[0])
         if sent != tokens.shape[0]:
             raise ShardingError(
                 f"{self._name!r} was called with {tokens.shape[0]} tokens, and counts of tokens by expert that add up "
@@ -171,18 +182,23 @@ class ExpertForward:
         counts.scatter_add_(0, experts_of_pairs.long(), torch.ones_like(experts_of_pairs, dtype=torch.int64))
         return counts[:-1]
 
-    def _route(self, counts: Tensor) -> tuple[_Route, Tensor, int]:
+    def _route(self, counts: Tensor, rows: int) -> tuple[_Route, Tensor, int]:
         """Exchange how many tokens each expert gets. All ranks of the group must call it.
 
         Args:
             counts: By expert, the number of this rank's tokens.
+            rows: The number of this rank's tokens, with those that have no expert.
 
         Returns:
-            The route; by rank and own expert, the number of tokens that come; and the number of this rank's tokens.
+            The route; by rank and own expert, the number of tokens that come; and the number of this rank's tokens that
+            are sent.
         """
         sent_counts = counts.view(self._ranks, -1)
         received_counts = torch.empty_like(sent_counts)
         _all_to_all(received_counts, sent_counts.contiguous(), group=self._group)
+        if self._is_rehearsed:
+            even = [rows // self._ranks + (rank < rows % self._ranks) for rank in range(self._ranks)]
+            return _Route(self._group, even, even), received_counts, rows
         sent, received = torch.stack([sent_counts.sum(1), received_counts.sum(1)]).tolist()
         return _Route(self._group, sent, received), received_counts, sum(sent)
 
