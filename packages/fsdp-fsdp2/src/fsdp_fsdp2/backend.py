@@ -203,7 +203,7 @@ class FSDP2Backend(Backend):
             shape = (parameter.shape[0] // mesh.expert_parallel, *parameter.shape[1:])
             length = shape[sharded_dim(shape, ranks)]
             local_numel = _local_length(length, ranks, index) * math.prod(shape) // length
-            return replace(parameter, local_numel=local_numel)
+            return replace(parameter, local_numel=local_numel, divided_by=mesh.expert_parallel)
 
         parameters = {name: resized(p) if p.unit in experts else p for name, p in plan.parameters.items()}
         return replace(plan, parameters=parameters)
