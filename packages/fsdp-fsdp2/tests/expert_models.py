@@ -19,12 +19,12 @@ PLAN = {"blocks.0.experts": "top_k", "blocks.1.experts": "sorted"}
 class Experts(nn.Module):
     """Stacked layers with biases. ``forward`` sees tokens that are sorted by expert."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, features: int = FEATURES) -> None:
         super().__init__()
         self.num_experts = number
-        self.up = nn.Parameter(torch.randn(number, FEATURES, WIDTH) / 2)
+        self.up = nn.Parameter(torch.randn(number, features, WIDTH) / 2)
         self.up_bias = nn.Parameter(torch.randn(number, WIDTH) / 2)
-        self.down = nn.Parameter(torch.randn(number, WIDTH, FEATURES) / 2)
+        self.down = nn.Parameter(torch.randn(number, WIDTH, features) / 2)
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
         parts = tokens.split(counts.tolist())
@@ -52,9 +52,9 @@ class Router(nn.Module):
 
     favour: Tensor
 
-    def __init__(self, number: int, favoured: int) -> None:
+    def __init__(self, number: int, favoured: int, features: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(FEATURES, number)
+        self.linear = nn.Linear(features, number)
         self.register_buffer("favour", torch.where(torch.arange(number) < favoured, 100.0, 0.0))
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,19 +64,18 @@ class Router(nn.Module):
 
 
 class MixedBlock(nn.Module):
-    """A residual block of experts, one that all tokens use, and the loss that balances the router."""
+    """A residual block of experts, and of a layer that all tokens use. It keeps what the router has chosen."""
 
-    def __init__(self, *, sorts: bool, experts: int, favoured: int) -> None:
+    def __init__(self, *, sorts: bool, experts: int = 4, favoured: int = 0, features: int = FEATURES) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(FEATURES)
-        self.router = Router(experts, favoured)
-        self.experts = Experts(experts) if sorts else ChoosingExperts(experts)
-        self.shared = nn.Linear(FEATURES, FEATURES)
-        self.scores: Tensor | None = None
-        self.indices: Tensor | None = None
+        self.norm = nn.LayerNorm(features)
+        self.router = Router(experts, favoured, features)
+        self.experts = Experts(experts, features) if sorts else ChoosingExperts(experts, features)
+        self.shared = nn.Linear(features, features)
+        self.scores = self.indices = torch.empty(0)
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens = self.norm(x).reshape(-1, FEATURES)
+        tokens = self.norm(x).reshape(-1, x.shape[-1])
         self.scores, self.indices, weights = self.router(tokens)
         indices = self.indices
         if isinstance(self.experts, ChoosingExperts):
@@ -110,6 +109,22 @@ class MixedNet(nn.Module):
             x = block(x)
         output: Tensor = self.out(x)
         return output
+
+
+def balance(block: MixedBlock, shares: Tensor) -> Tensor:
+    """The loss that balances a block's router.
+
+    Args:
+        block: The block, after its forward pass.
+        shares: By expert, its share of the tokens.
+    """
+    return shares.numel() * (shares * block.scores.softmax(-1).mean(0)).sum()
+
+
+def shares_of(block: MixedBlock) -> Tensor:
+    """By expert, its share of the tokens of the block's last forward pass."""
+    counts = torch.bincount(block.indices.flatten(), minlength=block.scores.shape[-1])
+    return counts.to(block.scores.dtype) / counts.sum()
 
 
 def new_net(**arguments: Any) -> MixedNet:
