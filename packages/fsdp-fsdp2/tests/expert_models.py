@@ -100,7 +100,9 @@ class MixedNet(nn.Module):
     def __init__(self, experts: int = 4, favoured: int = 0) -> None:
         super().__init__()
         self.inp = nn.Linear(FEATURES, FEATURES)
-        self.blocks = nn.ModuleList(MixedBlock(sorts=sorts, experts=experts, favoured=favoured) for sorts in (False, True))
+        self.blocks = nn.ModuleList(
+            MixedBlock(sorts=sorts, experts=experts, favoured=favoured) for sorts in (False, True)
+        )
         self.out = nn.Linear(FEATURES, FEATURES)
 
     def forward(self, x: Tensor) -> Tensor:

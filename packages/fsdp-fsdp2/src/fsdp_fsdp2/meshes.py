@@ -35,8 +35,8 @@ class AxesMesh(DeviceMesh):
     So ``mesh["tensor_parallel"].size()`` is 1 without tensor parallelism, as in Lightning's ``ModelParallelStrategy``.
     A rank may look an axis up by itself, however often.
 
-    Where experts are divided, it has ``expert_data_parallel`` and ``expert_parallel`` in the place of ``data_parallel``,
-    which can be looked up.
+    Where experts are divided, it has ``expert_data_parallel`` and ``expert_parallel`` in the place of
+    ``data_parallel``, which can be looked up.
 
     Attributes:
         data_parallel: These two axes as one; ``None`` without divided experts.

@@ -261,9 +261,7 @@ def check_unchanged(module: nn.Module, plan: ShardingPlan, config: Mapping[str, 
     Raises:
         ShardingError: Its parameters, buffers or layers are others, or the settings are.
     """
-    undecided = {
-        name: replace(p, unit="", is_replicated=False, divided_by=1) for name, p in plan.parameters.items()
-    }
+    undecided = {name: replace(p, unit="", is_replicated=False, divided_by=1) for name, p in plan.parameters.items()}
     planned = replace(plan, parameters=undecided, units=(), recomputed=(), details={}).describe()
     current = _plan_undecided(module).describe()
     changed = [name for name in {**plan.config, **config} if plan.config.get(name) != config.get(name)]

@@ -1,4 +1,4 @@
-"""Which submodules hold experts and how these are called, by a plan of the user or of the model; and what is refused."""
+"""Which submodules hold experts and how these are called, by the plan of the user or the model; what is refused."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ ExpertParallelPlan = Mapping[str, Contract]
 _STYLES_OF_EXPERTS = ("ep_dispatch_experts", "moe_tp_experts")
 
 _HOW_TO = (
-    "Write a dict from patterns of submodule names to how the experts are called: {'layers.*.moe.experts': 'top_k'} for "
-    "experts(tokens, indices, weights), or 'sorted' for experts(tokens, counts)."
+    "Write a dict from patterns of submodule names to how the experts are called: {'layers.*.moe.experts': 'top_k'} "
+    "for experts(tokens, indices, weights), or 'sorted' for experts(tokens, counts)."
 )
 
 
@@ -74,8 +74,8 @@ def check_combination(mesh: Mesh, options: Mapping[str, object]) -> None:
     asked = f"expert_parallel_size={mesh.expert_parallel}"
     if mesh.tensor_parallel > 1:
         raise UnsupportedCapabilityError(
-            f"{asked} does not go together with tensor_parallel_size={mesh.tensor_parallel}: tensor-parallel ranks have "
-            "the same tokens, and would each send all of them to the experts.\n"
+            f"{asked} does not go together with tensor_parallel_size={mesh.tensor_parallel}: tensor-parallel ranks "
+            "have the same tokens, and would each send all of them to the experts.\n"
             "Leave one of the two sizes out."
         )
     for name, value in options.items():
@@ -153,7 +153,9 @@ def _own_plan(root: nn.Module, size: int) -> dict[str, Contract]:
         pattern: "top_k" for pattern, request, _ in entries if request in _STYLES_OF_EXPERTS
     }
     if not patterns:
-        brings = f"brings a plan of experts without one of {', '.join(_STYLES_OF_EXPERTS)}" if entries else "brings none"
+        brings = (
+            f"brings a plan of experts without one of {', '.join(_STYLES_OF_EXPERTS)}" if entries else "brings none"
+        )
         raise ShardingError(
             f"expert_parallel_size={size} needs a plan that says which modules hold experts, and "
             f"{type(root).__name__} {brings}.\n"

@@ -11,10 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_core import Runtime
+from fsdp_core.sharding import MeshAxis
 
 __all__ = ["divide_experts", "is_of_experts", "mean_over_peers", "sharded_dim", "sharded_dim_of", "whole_gradient"]
 
-_AXIS = "expert_parallel"
+_AXIS: MeshAxis = "expert_parallel"
 
 
 def divide_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
@@ -61,16 +62,17 @@ def is_of_experts(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor) and _AXIS in (tensor.device_mesh.mesh_dim_names or ())
 
 
-def whole_gradient(gradient: DTensor) -> Tensor:
+def whole_gradient(gradient: Tensor) -> Tensor:
     """What a rank's unreduced gradient of its experts is to a gradient of all, of which ranks take the mean.
 
     Args:
-        gradient: That of this rank's experts, divided by the number of ranks that divide them: ``fully_shard`` takes the
-            mean over the other ranks alone.
+        gradient: That of this rank's experts, divided by the number of ranks that divide them: ``fully_shard`` takes
+            the mean over the other ranks alone.
 
     Returns:
         A tensor of the parameter's shape, with zeros for the experts of other ranks.
     """
+    assert isinstance(gradient, DTensor)
     ranks, rank = gradient.device_mesh.size(), gradient.device_mesh.get_local_rank()
     whole = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
     whole.chunk(ranks)[rank].copy_(gradient.to_local() * ranks)

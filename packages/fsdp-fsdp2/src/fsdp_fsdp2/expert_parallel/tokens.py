@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_core import ShardingError
 from fsdp_fsdp2.expert_parallel.plans import Contract, number_of_experts
 
-__all__ = ["ExpertForward"]
+__all__ = ["ExpertForward", "move_rows"]
 
 # torch 2.13 deprecates the second name for the first
 _all_to_all: Any = getattr(dist, "all_to_all_single", None)
@@ -63,6 +63,21 @@ class _MoveRows(torch.autograd.Function):
         is_needed = ctx.needs_input_grad[2:]
         moved = [back.move(g).mul_(ctx.factor) if n else None for g, n in zip(gradients, is_needed, strict=True)]
         return None, None, *moved
+
+
+def move_rows(route: _Route, factor: float, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Send rows of some tensors along a route. All ranks of its group must call it.
+
+    Args:
+        route: How many rows each rank sends to each.
+        factor: What the gradients that come back are multiplied by.
+        *tensors: The tensors, of which each has all rows to send.
+
+    Returns:
+        The rows that have arrived of each.
+    """
+    moved: tuple[Tensor, ...] = _MoveRows.apply(route, factor, *tensors)  # type: ignore[no-untyped-call]
+    return moved
 
 
 class _NoTokens(torch.autograd.Function):
@@ -143,15 +158,14 @@ class ExpertForward:
         counts = self._count(experts_of_pairs)
         route, received_counts, sent = self._route(counts, order.shape[0])
         order = order[:sent]  # without pairs that have no expert, which come last
-        arrived, arrived_weights = _MoveRows.apply(
-            route, float(self._ranks), rows[order // choices], weights.reshape(-1)[order]
-        )
-        experts_of_rows = torch.arange(received_counts.shape[1], device=rows.device).repeat(self._ranks)
-        experts_of_rows = experts_of_rows.repeat_interleave(received_counts.flatten(), output_size=sum(route.received))
-        results = self._call_own(arrived, experts_of_rows[:, None].to(indices.dtype), arrived_weights[:, None])
-        (returned,) = _MoveRows.apply(route.reversed(), 1 / self._ranks, results)
+        sent_rows, sent_weights = rows[order // choices], weights.reshape(-1)[order]
+        arrived, arrived_weights = move_rows(route, float(self._ranks), sent_rows, sent_weights)
+        experts_of_rows = _experts_of_rows(received_counts, route)[:, None].to(indices.dtype)
+        results = self._call_own(arrived, experts_of_rows, arrived_weights[:, None])
+        (returned,) = move_rows(route.reversed(), 1 / self._ranks, results)
         by_pair = returned.new_zeros(rows.shape[0] * choices, returned.shape[-1]).index_copy(0, order, returned)
-        return by_pair.view(*tokens.shape[:-1], choices, -1).sum(-2)  # no view, which fully_shard warns of
+        summed: Tensor = by_pair.view(*tokens.shape[:-1], choices, -1).sum(-2)  # no view, of which fully_shard warns
+        return summed
 
     def _call_sorted(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Send tokens that are sorted by expert."""
@@ -161,12 +175,10 @@ class ExpertForward:
                 f"{self._name!r} was called with {tokens.shape[0]} tokens, and counts of tokens by expert that add up "
                 f"to {sent}.\nCount each token once, with torch.bincount(indices.flatten(), minlength=experts)."
             )
-        (arrived,) = _MoveRows.apply(route, float(self._ranks), tokens)
-        experts_of_rows = torch.arange(received_counts.shape[1], device=tokens.device).repeat(self._ranks)
-        experts_of_rows = experts_of_rows.repeat_interleave(received_counts.flatten(), output_size=sum(route.received))
-        order = torch.argsort(experts_of_rows, stable=True)
+        (arrived,) = move_rows(route, float(self._ranks), tokens)
+        order = torch.argsort(_experts_of_rows(received_counts, route), stable=True)
         results = self._call_own(arrived[order], received_counts.sum(0).to(counts.dtype))
-        (returned,) = _MoveRows.apply(route.reversed(), 1 / self._ranks, results[torch.argsort(order)])
+        (returned,) = move_rows(route.reversed(), 1 / self._ranks, results[torch.argsort(order)])
         return returned
 
     @property
@@ -207,7 +219,7 @@ class ExpertForward:
         with _local_parameters(self._experts, self._number, self._ranks) as parameters:
             if not tokens.shape[0]:
                 trained = [parameter for parameter in parameters if parameter.requires_grad]
-                no_results: Tensor = _NoTokens.apply(tokens, *trained)
+                no_results: Tensor = _NoTokens.apply(tokens, *trained)  # type: ignore[no-untyped-call]
                 return no_results
             results = self.original(tokens, *arguments)
         if not isinstance(results, Tensor) or results.shape != tokens.shape:
@@ -218,6 +230,13 @@ class ExpertForward:
                 "Compute other results, such as router losses, in the module around."
             )
         return results.to(tokens.dtype)  # ranks without tokens don't know another
+
+
+def _experts_of_rows(received_counts: Tensor, route: _Route) -> Tensor:
+    """By row that has arrived, the index of its expert among this rank's: rows are sorted by rank, then by expert."""
+    ranks, experts = received_counts.shape
+    indices = torch.arange(experts, device=received_counts.device).repeat(ranks)
+    return indices.repeat_interleave(received_counts.flatten(), output_size=sum(route.received))
 
 
 def _return_original(forward: Callable[..., Any]) -> Callable[..., Any]:
