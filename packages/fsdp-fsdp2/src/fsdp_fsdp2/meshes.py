@@ -50,7 +50,8 @@ class AxesMesh(DeviceMesh):
         axes = (names,) if isinstance(names, str) else tuple(names)
         if self.data_parallel is not None and axes == ("data_parallel",):
             return self.data_parallel
-        of_one_rank = [name for name in axes if name in MESH_AXES and name not in (self.mesh_dim_names or ())]
+        axes_with_ranks = (*(self.mesh_dim_names or ()), *([] if self.data_parallel is None else ["data_parallel"]))
+        of_one_rank = [name for name in axes if name in MESH_AXES and name not in axes_with_ranks]
         if not of_one_rank:
             return super().__getitem__(names)
         remaining = tuple(name for name in axes if name not in of_one_rank)
