@@ -162,14 +162,12 @@ def check_save_frozen(options: ShardingOptions) -> None:
         if not getattr(options, name) and options.state_dict_type == "full":
             raise UnsupportedCapabilityError(
                 f"{name}=False can't be combined with state_dict_type='full': a file of whole tensors has no place for "
-                "the digests of what it leaves out.
-Leave one of them out."
+                "the digests of what it leaves out.\nLeave one of them out."
             )
     base = options.frozen_base
     if base is not None and (not isinstance(base, str | os.PathLike) or not os.fspath(base)):
         raise UnsupportedCapabilityError(
-            f"frozen_base={base!r} is no path.
-Write the folder or file that the module's frozen parameters come from."
+            f"frozen_base={base!r} is no path.\nWrite the folder or file that the module's frozen parameters come from."
         )
 
 
