@@ -97,6 +97,7 @@ def inspect_checkpoint(path: str, every: bool, as_json: bool) -> None:
             ("Size", f"{format_size(facts['bytes'])} in {len(facts['files'])} files"),
             ("Format", f"version {facts['format_version']}"),
             *[("Scattered", _format_place(place)) for place in facts["places"][:_MAX_SHOWN]],
+            *([] if facts["base"] is None else [("Base", _format_base(facts["base"]))]),
         ]
     )
     if facts["parts"]:
@@ -114,6 +115,13 @@ def inspect_checkpoint(path: str, every: bool, as_json: bool) -> None:
         ]
         print_table(("Part", "Kind", "Tensors", "Elements", "Size", "Dtypes"), rows, right=(2, 3, 4))
     _print_tensors(facts, every=every)
+    if every and facts["base"] is not None:
+        click.echo()
+        rows = [
+            (clean(key), *_format_tensor_facts(tensor), tensor["digest"])
+            for key, tensor in facts["base"]["tensors"].items()
+        ]
+        print_table(("Left out", "Shape", "Dtype", "Size", "Digest"), rows, width=10_000, right=(3,))
     if facts["aliases"]:
         click.echo(f"\n{click.style('Tied names', bold=True)}")
         for alias, key in facts["aliases"].items():
@@ -121,6 +129,14 @@ def inspect_checkpoint(path: str, every: bool, as_json: bool) -> None:
     if facts["plain"]:
         click.echo(f"\n{click.style('Plain data', bold=True)}")
         _print_fields([(clean(entry["path"]), _format_entry(entry)) for entry in facts["plain"]], indent="  ")
+
+
+def _format_base(base: Mapping[str, Any]) -> str:
+    """What a checkpoint leaves out, and where that is."""
+    tensors = base["tensors"]
+    source = "which it does not name" if base["source"] is None else f"{base['source']['type']} {base['source']['name']}"
+    size = format_size(sum(tensor["bytes"] for tensor in tensors.values()))
+    return clean(f"{source}; {len(tensors)} tensors, {size}, are left out, since they were not trained")
 
 
 def _format_place(place: Mapping[str, Any]) -> str:
@@ -243,9 +259,12 @@ def _format_entry(entry: Mapping[str, Any]) -> str:
 
 @click.command("verify")
 @click.argument("paths", nargs=-1, required=True, metavar="PATH...")
+@click.option("--with-base", "base", metavar="BASE",
+              help="Also look for what the checkpoint was saved without (save_frozen=False) in this folder or "
+                   "file.")  # fmt: skip
 @_QUIET
 @_AS_JSON
-def verify_checkpoint(paths: tuple[str, ...], quiet: bool, as_json: bool) -> None:
+def verify_checkpoint(paths: tuple[str, ...], base: str | None, quiet: bool, as_json: bool) -> None:
     """Compare every byte of the checkpoint PATH with the checksums of its manifest.
 
     Also check that the pieces of each tensor cover every element exactly once, and are in the files where the manifest
@@ -288,6 +307,14 @@ def verify_checkpoint(paths: tuple[str, ...], quiet: bool, as_json: bool) -> Non
         click.echo(
             f"{clean(files.folder)} {verb} whole: {count} tensors, {format_size(total)} in {len(entries)} files."
         )
+    if base is not None and not faults:
+        from fsdp_core.checkpoint.left_out.named_base import find_all
+
+        find_all(base, files.manifest.left_out)
+    if files.manifest.left_out and not (faults or quiet or as_json):
+        left_out_count = len(files.manifest.left_out)
+        where = "name it with --with-base to compare them" if base is None else f"{clean(base)}, which has them"
+        click.echo(f"{left_out_count} tensors are left out, and in its base: {where}.")
     if faults:
         raise SystemExit(1)
 

@@ -113,6 +113,10 @@ def compare(
         side = side_a if path in side_a.run_facts else side_b
         side.plain[path] = side.run_facts.pop(path)
     tensors_a, tensors_b = (_compared_tensors(side.files, side.plain) for side in (side_a, side_b))
+    left_out = [*_left_out(side_a.files.manifest), *_left_out(side_b.files.manifest)]
+    by_digest = [name for name in dict.fromkeys(left_out) if _has(side_a, tensors_a, name) and _has(side_b, tensors_b, name)]
+    only_a = [name for name in [*tensors_a, *_left_out(side_a.files.manifest)] if not _has(side_b, tensors_b, name)]
+    only_b = [name for name in [*tensors_b, *_left_out(side_b.files.manifest)] if not _has(side_a, tensors_a, name)]
     common_names = [name for name in tensors_a if name in tensors_b]
     compared_keys = [name for name in common_names if not _is_alias_in_both(name, side_a.files, side_b.files)]
     on_bytes = counter(sum(tensors_a[key].nbytes for key in compared_keys), on_progress)
