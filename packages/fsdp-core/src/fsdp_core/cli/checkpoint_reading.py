@@ -290,6 +290,7 @@ def verify_checkpoint(paths: tuple[str, ...], base: str | None, quiet: bool, as_
     missing_elsewhere = files_in_other_places(files.manifest, faults)
     if as_json:
         facts = {"path": str(files.folder), "files": len(entries), "bytes": total, "faults": faults}
+        facts["left_out"] = len(files.manifest.left_out)
         print_json({**facts, "elsewhere": missing_elsewhere})
     elif faults:
         if missing_elsewhere:
@@ -428,6 +429,8 @@ def _format_tensor(difference: TensorDifference) -> str:
         descriptions.append(f"{difference.count} of {total} values, {values}")
     elif difference.count == 0:
         descriptions.append("the values are the same")
+    elif not descriptions:
+        descriptions.append("the digests differ: one of them leaves it out")
     return f"{_format_path(difference.key)}\n      {'; '.join(descriptions)}"
 
 

@@ -84,16 +84,17 @@ class NamedBase:
     def __init__(self, path: StrPath) -> None:
         self.path = os.fspath(path)
         self._sources: dict[str, TensorSource] = {}
-        #: How many tensors it leaves out itself.
-        self.left_out_count = 0
+        left_out_keys = set()
         self._digests: dict[tuple[str, torch.dtype], str] = {}
         for name, leaf in self._read_leaves():
             if isinstance(leaf, SavedTensor) and leaf.digest is not None:
-                self.left_out_count += 1
+                left_out_keys.add(leaf.key)
             elif isinstance(leaf, Tensor):
                 self._sources[name] = _InMemory(leaf)
             else:
                 self._sources[name] = leaf
+        #: How many tensors it leaves out itself.
+        self.left_out_count = len(left_out_keys)
         self._names_by_shape: dict[tuple[int, ...], list[str]] = {}
         for name, source in self._sources.items():
             self._names_by_shape.setdefault(tuple(source.shape), []).append(name)
@@ -233,7 +234,7 @@ def refusal_without_base(path: str, manifest: Manifest, keys: Sequence[str], ins
     """
     source = None if manifest.base is None else manifest.base.source
     origin = "a base that it does not name" if source is None else f"its base, {source}"
-    more = f" and {len(keys) - 1} more tensors" if len(keys) > 1 else ""
+    more = f" and {len(keys) - 1} more tensors are" if len(keys) > 1 else " is"
     return CheckpointMismatchError(
-        f"{path} was saved without what was not trained: {keys[0]!r}{more} are in {origin}.\n{instead}"
+        f"{path} was saved without what was not trained: {keys[0]!r}{more} in {origin}.\n{instead}"
     )

@@ -230,15 +230,15 @@ class _Weights:
                     "is damaged. Restore it from a copy, or use an earlier checkpoint."
                 )
             stored_key = files.manifest.aliases.get(tensor[1], tensor[1])
+            if stored_key in files.manifest.left_out and base.is_left_out:
+                self.left_out[full_name] = "was not trained: the base has it"
+                continue
             if stored_key in first_names and not copy_tied:
                 self.aliases[name] = first_names[stored_key]
                 continue
             first_names.setdefault(stored_key, name)
             if stored_key in files.manifest.left_out:
-                if base.is_left_out:
-                    self.left_out[full_name] = "was not trained: the base has it"
-                else:
-                    keys_in_base[name] = stored_key
+                keys_in_base[name] = stored_key
                 continue
             self._keys.add(stored_key)
             is_floating = files.manifest.tensors[stored_key].dtype_name in FLOATING
