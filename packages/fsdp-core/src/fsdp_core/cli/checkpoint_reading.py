@@ -134,9 +134,10 @@ def inspect_checkpoint(path: str, every: bool, as_json: bool) -> None:
 def _format_base(base: Mapping[str, Any]) -> str:
     """What a checkpoint leaves out, and where that is."""
     tensors = base["tensors"]
-    source = "which it does not name" if base["source"] is None else f"{base['source']['type']} {base['source']['name']}"
+    source = base["source"]
+    name = "which it does not name" if source is None else f"{source['type']} {source['name']}"
     size = format_size(sum(tensor["bytes"] for tensor in tensors.values()))
-    return clean(f"{source}; {len(tensors)} tensors, {size}, are left out, since they were not trained")
+    return clean(f"{name}; {len(tensors)} tensors, {size}, are left out, since they were not trained")
 
 
 def _format_place(place: Mapping[str, Any]) -> str:

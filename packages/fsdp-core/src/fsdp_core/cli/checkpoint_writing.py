@@ -58,8 +58,8 @@ def _parse_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
                    "that training began with, the configuration and the tokenizer, and write the tensors under the "
                    "names that transformers stores.")  # fmt: skip
 @click.option("--with-base", "base", metavar="BASE",
-              help="Read what the checkpoint was saved without (save_frozen=False) from this folder or file, and compare "
-                   "it with the digests that were saved.")  # fmt: skip
+              help="Read what the checkpoint was saved without (save_frozen=False) from this folder or file, and "
+                   "compare it with the digests that were saved.")  # fmt: skip
 @click.option("--trained-only", is_flag=True,
               help="Write what such a checkpoint holds, and nothing of its base.")  # fmt: skip
 @_OVERWRITE

@@ -112,15 +112,21 @@ def _write(
     _warn_of_gradients(strategy, state)
     kept_objects = {key: obj for key, obj in state.items() if not is_left_out(key, obj, strategy.runtime)}
     converted: dict[str, Any] = {}
+    tied_paths: dict[str, str] = {}
     base_source = None
     for key, obj in kept_objects.items():
         own_value = value = _state_of(strategy, key, obj)
         if key in filters and isinstance(value, dict):
             value = {name: inner for name, inner in value.items() if filters[key](name, inner)}
-        sharded = sharded_in(obj) if isinstance(obj, nn.Module) else None
-        if sharded is not None:
-            value, source = strategy.frozen_parameters.leave_out(sharded, value, own_value)
-            base_source = base_source or source
+        if isinstance(obj, nn.Module):
+            sharded = sharded_in(obj)
+            first_names: Mapping[str, str] = {}
+            if key not in filters:  # a filter may drop the name that a tensor is saved under
+                first_names = aliases(obj) if sharded is None else sharded.aliases()
+            tied_paths |= {join_path(key, alias): join_path(key, name) for alias, name in first_names.items()}
+            if sharded is not None:
+                value, source = strategy.frozen_parameters.leave_out(sharded, value, own_value, first_names)
+                base_source = base_source or source
         converted[key] = value
     # by path in the state
     kinds = {
@@ -144,12 +150,6 @@ def _write(
             async_saves=async_saves,
         )
         return
-    tied_paths: dict[str, str] = {}
-    for key, obj in kept_objects.items():
-        if isinstance(obj, nn.Module) and key not in filters:  # a filter may drop the name that a tensor is saved under
-            sharded = sharded_in(obj)
-            first_names = aliases(obj) if sharded is None else sharded.aliases()
-            tied_paths |= {join_path(key, alias): join_path(key, name) for alias, name in first_names.items()}
     write_folder(
         strategy,
         target,

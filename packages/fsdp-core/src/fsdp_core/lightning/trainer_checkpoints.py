@@ -275,8 +275,15 @@ class TrainerCheckpoints:
         storage_options: Any,
     ) -> None:
         strategy = self._strategy
+        first_names = {
+            alias: name
+            for alias, name in strategy.sharded.aliases().items()
+            if alias in model_state and name in model_state  # a hook may have removed names
+        }
         own_state, self._own_state = self._own_state, {}
-        model_state, base_source = strategy.frozen_parameters.leave_out(strategy.sharded, model_state, own_state)
+        model_state, base_source = strategy.frozen_parameters.leave_out(
+            strategy.sharded, model_state, own_state, first_names
+        )
         state: dict[str, Any] = {"model": model_state, "trainer": plain_data}
         kinds = {"model": "model"}  # by path in the state
         if optimizer_states is not None:
@@ -287,11 +294,6 @@ class TrainerCheckpoints:
         # before the first step, hooks of the fit's beginning may still write to shards
         if async_saves is not None and not strategy.step_methods.is_before_first_step:
             deferred = choose_deferred(self._trainer, strategy.sharded, strategy.optimizers)
-        aliases = {
-            f"model/{alias}": f"model/{name}"
-            for alias, name in strategy.sharded.aliases().items()
-            if alias in model_state and name in model_state  # a hook may have removed names
-        }
         write_folder(
             strategy,
             target,
@@ -299,7 +301,7 @@ class TrainerCheckpoints:
             storage_options=storage_options,
             async_saves=async_saves,
             kinds=kinds,
-            aliases=aliases,
+            aliases={f"model/{alias}": f"model/{name}" for alias, name in first_names.items()},
             base_source=base_source,
             deferred=deferred,
         )

@@ -80,7 +80,8 @@ class ShardingOptions:
     """Whether checkpoints hold frozen parameters. ``False`` leaves those out that have the values still that the module
     was built with: a manifest has their digests, and a load takes them from the module, or from ``frozen_base``."""
     save_unchanged_buffers: bool = True
-    """Whether checkpoints hold buffers that have the values still that the module was built with; as ``save_frozen``."""
+    """Whether checkpoints hold buffers that have the values still that the module was built with; see
+    ``save_frozen``."""
     frozen_base: str | Path | None = None
     """The folder or file that frozen parameters come from. Checkpoints name it, and a load reads what they leave out
     from it where the module has other values. ``None``: a module has these values when it is restored."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from fsdp_core.checkpoint.collective import run_on_all
 from fsdp_core.checkpoint.format.base import BaseSource
-from fsdp_core.checkpoint.left_out.observing import Observation, Observed, observe
+from fsdp_core.checkpoint.left_out.observing import Observation, Observed, hash_all, observe
 from fsdp_core.runtime import Runtime
 from fsdp_core.state.chunks import ChunkedTensor
 from fsdp_core.state.digests import digest_text, local_sums
@@ -57,7 +58,7 @@ class BaseValues:
         """Take the values for those of the base, unless that was done before."""
         if not self._are_noted:
             self._are_noted = True
-            self._latest = {name: observe(tensor) for name, tensor in observed.items()}
+            self._observe(observed)
             self._is_base = dict.fromkeys(observed, True)
 
     def adopt(self, observed: Mapping[str, Observed], source: BaseSource) -> None:
@@ -69,8 +70,9 @@ class BaseValues:
         """
         self.source = source
         if self._are_noted:  # otherwise they are noted with the others
-            for name, tensor in observed.items():
-                self._latest[name], self._is_base[name] = observe(tensor), True
+            self._observe(observed)
+            for name in observed:
+                self._is_base[name] = True
                 self._digests.pop(name, None)
 
     def expect(self, name: str, digest: str) -> None:
@@ -95,7 +97,7 @@ class BaseValues:
             seconds_to_walk: How long this rank may read bytes that nothing points to.
         """
         candidates = list(names)
-        has_moved = [self._has_moved(name, observed[name]) for name in candidates]
+        has_moved = self._have_moved(candidates, observed)
         walked = self._walk([name for name in candidates if self._is_base.get(name)], observed, seconds_to_walk)
         has_moved = [moved or name in walked for name, moved in zip(candidates, has_moved, strict=True)]
         (ranks_with_moves,) = runtime.total([any(has_moved)])
@@ -107,21 +109,29 @@ class BaseValues:
         self._digests.update(self._digests_now(unknown, observed, runtime))
         return {name: self._digests[name] for name in candidates if self._is_base[name]}
 
-    def _has_moved(self, name: str, tensor: Observed) -> bool:
-        latest = self._latest.get(name)
-        if latest is None:
-            return True
-        same = latest.is_same(tensor)
-        if same is not None:
-            self._latest[name] = same
-        return same is None
+    def _observe(self, observed: Mapping[str, Observed]) -> None:
+        for (name, tensor), hashes in zip(observed.items(), hash_all(list(observed.values())), strict=True):
+            self._latest[name] = observe(tensor, hashes)
+
+    def _have_moved(self, names: Sequence[str], observed: Mapping[str, Observed]) -> list[bool]:
+        """Whether each tensor was written to since it was looked at last, on this rank."""
+        on_accelerators = [name for name in names if name in self._latest and not observed[name].is_on_host]
+        hashes = dict(zip(on_accelerators, hash_all([observed[name] for name in on_accelerators]), strict=True))
+        has_moved = []
+        for name in names:
+            latest = self._latest.get(name)
+            same = None if latest is None else latest.is_same(observed[name], hashes.get(name))
+            if same is not None:
+                self._latest[name] = same
+            has_moved.append(same is None)
+        return has_moved
 
     def _look_again(self, names: Sequence[str], observed: Mapping[str, Observed], runtime: Runtime) -> None:
         """Find out which of the tensors that were written to on some rank have the values of the base all the same."""
         current = self._digests_now([name for name in names if name in self._digests], observed, runtime)
         for name in names:
             self._is_base[name] = name in current and current[name] == self._digests[name]
-            self._latest[name] = observe(observed[name])
+        self._observe({name: observed[name] for name in names})
 
     def _digests_now(
         self, names: Sequence[str], observed: Mapping[str, Observed], runtime: Runtime
@@ -152,6 +162,13 @@ class BaseValues:
             if time.perf_counter() >= end:
                 break
         self._next_piece = (index % len(names), piece)
+        for name in differing:
+            warnings.warn(
+                f"{name!r} is frozen, and was written to in a way that torch does not count, such as through .data or "
+                "numpy. It is saved from now on; checkpoints that were saved since that write leave it out, and have "
+                "the value of the base for it.\nWrite to parameters themselves, under torch.no_grad().",
+                stacklevel=2,
+            )
         return differing
 
 

@@ -1,4 +1,4 @@
-"""Finds the tensors that a checkpoint leaves out in the base that the user names: by their content, whatever their names."""
+"""Finds the tensors that a checkpoint leaves out in a base that the user names: by content, whatever their names."""
 
 from __future__ import annotations
 
@@ -198,7 +198,11 @@ def find_all(
     keys = list(tensors)
     own_keys = keys if runtime is None else keys[runtime.rank :: runtime.world_size]
     names: dict[str, str | None] = {}
-    for names_of_rank in gather_to_all(runtime, action, lambda: {key: base.find(key, tensors[key]) for key in own_keys}):
+
+    def find_own() -> dict[str, str | None]:
+        return {key: base.find(key, tensors[key]) for key in own_keys}
+
+    for names_of_rank in gather_to_all(runtime, action, find_own):
         names.update(names_of_rank)
     missing = [key for key in keys if names[key] is None]
     if missing:
@@ -210,9 +214,7 @@ def find_all(
                 else "\nName the folder or file that the module was built from, with the values that it had."
             )
         )
-    return {
-        key: base.boxes(name, DTYPES[tensors[key].dtype_name]) for key, name in names.items() if name is not None
-    }
+    return {key: base.boxes(name, DTYPES[tensors[key].dtype_name]) for key, name in names.items() if name is not None}
 
 
 def _describe_missing(keys: Iterable[str], tensors: Mapping[str, BaseTensor]) -> str:

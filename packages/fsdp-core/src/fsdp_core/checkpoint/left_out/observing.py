@@ -1,8 +1,8 @@
 """Notices that this rank's part of a tensor was written to, cheaply enough to look at every tensor in every save.
 
 On accelerators every element is read each time: their memory is fast. In host memory three things are compared: where
-the part lies, how often torch has counted a write, and an element of each row. Where one of the first two differs, every
-byte is read. What torch doesn't count and the elements don't show is found by a walk over all bytes, a piece at a time.
+the part lies, how often torch has counted a write, and some elements. Where one of the first two differs, every byte is
+read. What torch doesn't count and the elements don't show is found by a walk over all bytes, a piece at a time.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from fsdp_core.state.digests import box_sum
 from fsdp_core.state.host_memory import memory_of
 from fsdp_core.torch_private.tensors import times_written
 
-__all__ = ["Observation", "Observed", "observe"]
+__all__ = ["Hashes", "Observation", "Observed", "hash_all", "observe"]
+
+Hashes = tuple[tuple[int, ...], ...]
+"""The hashes of the bytes of each box, a piece each."""
 
 #: So many bytes are hashed at once: the walk over all bytes can stop after each piece.
-PIECE_BYTES = 4 * 2**20
+PIECE_BYTES = 2**20
 #: At most so many elements of a rank's part of a tensor are compared in each save.
-_MOST_SAMPLED = 2**16
+_MOST_SAMPLED = 512
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -35,10 +38,18 @@ class Observed:
     Attributes:
         part: This rank's part.
         counters: Tensors whose version counter a write to the part may raise.
+        is_live: Whether the part lies in the module's own memory. It is not where a backend copies it to the host, as
+            from XLA's devices: each look then reads all of it.
     """
 
     part: ChunkedTensor
     counters: Sequence[Tensor] = ()
+    is_live: bool = True
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the part lies in host memory."""
+        return all(not isinstance(chunk.data, Tensor) or chunk.data.device.type == "cpu" for chunk in self.part.chunks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,23 +68,26 @@ class Observation:
     write_count: int
     views: tuple[Tensor, ...]
     samples: tuple[Tensor, ...]
-    pieces: tuple[tuple[int, ...], ...]
+    pieces: Hashes
 
-    def is_same(self, other: Observed) -> Observation | None:
-        """Return what to compare with the next time if the part has not changed, and ``None`` if it has."""
+    def is_same(self, other: Observed, hashes: Hashes | None = None) -> Observation | None:
+        """Return what to compare with the next time if the part has not changed, and ``None`` if it has.
+
+        Args:
+            other: The part now.
+            hashes: The hashes of all its bytes, if they were computed already: that of a part on an accelerator.
+        """
         addresses, write_count = _addresses(other.part), _count_writes(other.counters)
-        if not all(box.device.type == "cpu" for box in _boxes(other.part)):
-            return self if _hash_boxes(other.part) == self.pieces else None
-        if addresses == self.addresses:
+        if hashes is None and self.views and addresses == self.addresses:
             if not all(map(torch.equal, self.views, self.samples)):
                 return None
             if write_count == self.write_count:
                 return self
-        if _hash_boxes(other.part) != self.pieces:
+        if (hashes or hash_all([other])[0]) != self.pieces:
             return None
-        if addresses == self.addresses:
+        if addresses == self.addresses or not other.is_live:
             return replace(self, write_count=write_count)
-        return replace(observe(other, with_pieces=False), pieces=self.pieces)
+        return observe(other, self.pieces)
 
     def count_pieces(self) -> int:
         """The number of pieces that the walk has to look at: none on accelerators, where each save looks at all."""
@@ -90,21 +104,22 @@ class Observation:
         return True
 
 
-def observe(observed: Observed, *, with_pieces: bool = True) -> Observation:
-    """Observe a rank's part of a tensor, whose bytes are all read once.
+def observe(observed: Observed, hashes: Hashes) -> Observation:
+    """Observe a rank's part of a tensor.
 
     Args:
         observed: The part.
-        with_pieces: Whether to hash its bytes.
+        hashes: The hashes of its bytes.
     """
-    boxes = _boxes(observed.part)
-    views = tuple(_sampled_view(box) for box in boxes if box.device.type == "cpu" and box.is_contiguous())
+    boxes = [chunk.data for chunk in observed.part.chunks if isinstance(chunk.data, Tensor)]
+    can_sample = observed.is_live and observed.is_on_host and all(box.is_contiguous() for box in boxes)
+    views = tuple(map(_sampled_view, boxes)) if can_sample else ()
     return Observation(
         addresses=_addresses(observed.part),
         write_count=_count_writes(observed.counters),
         views=views,
         samples=tuple(view.clone() for view in views),
-        pieces=_hash_boxes(observed.part) if with_pieces else (),
+        pieces=hashes,
     )
 
 
@@ -122,7 +137,7 @@ def _addresses(part: ChunkedTensor) -> tuple[object, ...]:
     return tuple(
         (chunk.data.data_ptr(), chunk.data.stride(), chunk.data.dtype, chunk.data.shape, chunk.offsets)
         if isinstance(chunk.data, Tensor)
-        else None
+        else object()  # equal to no other: it is read anew
         for chunk in part.chunks
     )
 
@@ -132,7 +147,7 @@ def _count_writes(counters: Sequence[Tensor]) -> int:
 
 
 def _sampled_view(box: Tensor) -> Tensor:
-    """A view of at least one element of each row, each in another column: a diagonal of the box."""
+    """A view of elements that are spread evenly, in a smaller box one of each row, each in another column."""
     bits = box.detach().view(_BITS[box.dtype.itemsize]) if not box.is_complex() else torch.view_as_real(box.detach())
     elements = bits.numel()
     row = elements // bits.shape[0] if bits.ndim > 1 else 1
@@ -140,13 +155,24 @@ def _sampled_view(box: Tensor) -> Tensor:
     return bits.as_strided((-(-elements // step),), (step,))
 
 
-def _hash_boxes(part: ChunkedTensor) -> tuple[tuple[int, ...], ...]:
-    boxes = _boxes(part)
-    if all(box.device.type == "cpu" for box in boxes):
-        return tuple(tuple(_hash_piece(box, number) for number in range(_piece_count(box))) for box in boxes)
-    # one wait for the device, for all boxes
-    sums = torch.stack([box_sum(box, (0,) * box.ndim) for box in boxes]).tolist()
-    return tuple((int(total),) for total in sums)
+def hash_all(observed: Sequence[Observed]) -> list[Hashes]:
+    """Return the hashes of all bytes of each part: by piece in host memory, and a sum of each box on an accelerator."""
+    hashes: list[Hashes] = []
+    sums: dict[torch.device, list[Tensor]] = {}
+    for tensor in observed:
+        boxes = _boxes(tensor.part)
+        if tensor.is_on_host:
+            hashes.append(tuple(tuple(_hash_piece(box, n) for n in range(_piece_count(box))) for box in boxes))
+            continue
+        for box in boxes:
+            sums.setdefault(box.device, []).append(box_sum(box, (0,) * box.ndim))
+        hashes.append(())
+    # one wait for each device, for the boxes of all tensors
+    totals = {device: iter(torch.stack(of_device).tolist()) for device, of_device in sums.items()}
+    for index, tensor in enumerate(observed):
+        if not tensor.is_on_host:
+            hashes[index] = tuple((int(next(totals[box.device])),) for box in _boxes(tensor.part))
+    return hashes
 
 
 def _piece_count(box: Tensor) -> int:

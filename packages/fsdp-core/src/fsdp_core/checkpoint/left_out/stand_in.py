@@ -37,7 +37,7 @@ class InBase(Tensor):
         getter = getattr(func, "__self__", None)  # a property's __get__ belongs to it
         is_fact = getattr(getter, "__name__", None) in _FACTS or name in ("size", "dim", "numel", "is_floating_point")
         if is_fact or name in ("is_complex", "element_size", "__len__", "__hash__"):
-            return super().__torch_function__(func, types, args, kwargs or {})
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         stand_in = next(value for value in args if isinstance(value, InBase))
         stand_in.saved.full()  # raises, and says what to type
         raise AssertionError
@@ -52,7 +52,7 @@ class InBase(Tensor):
                 f"{self.saved.digest}). Build the module from the base that the run began with, before it is restored."
             )
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"InBase({self.saved.key!r})"
 
 

@@ -86,8 +86,8 @@ def consolidate_safetensors(
 
     Raises:
         CheckpointFormatError: There is no readable checkpoint, or it is damaged.
-        CheckpointMismatchError: It holds no such model, or no name begins with the prefix; or it leaves tensors out, and
-            no base is named, or another one.
+        CheckpointMismatchError: It holds no such model, or no name begins with the prefix; or it leaves tensors out,
+            and no base is named, or another one.
         CheckpointExistsError: ``out`` holds something that must not be replaced; nothing was written.
         CheckpointError: The file can't be written.
     """
@@ -145,8 +145,8 @@ def consolidate_huggingface(
 
     Raises:
         CheckpointFormatError: There is no readable checkpoint, or it is damaged.
-        CheckpointMismatchError: It holds no such model, or no name begins with the prefix; or it leaves tensors out, and
-            no base is named, or another one.
+        CheckpointMismatchError: It holds no such model, or no name begins with the prefix; or it leaves tensors out,
+            and no base is named, or another one.
         CheckpointExistsError: ``out`` holds something that must not be replaced; nothing was written.
         CheckpointValueError: ``config`` is not a JSON file.
         CheckpointError: The folder can't be written.

@@ -1,4 +1,4 @@
-"""Leaves out of checkpoints what was not trained (``save_frozen=False``), and restores it from the module or its base."""
+"""Leaves out of checkpoints what was not trained (``save_frozen=False``), and restores it from the module or a base."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from fsdp_core.checkpoint.left_out.base_values import base_values_of
 from fsdp_core.checkpoint.left_out.named_base import source_of_name
 from fsdp_core.checkpoint.left_out.observing import Observed
 from fsdp_core.checkpoint.left_out.restoring import left_out_in, with_own_values
+from fsdp_core.devices import has_addresses
 from fsdp_core.sharding.options import ShardingOptions
 from fsdp_core.sharding.sharded import Sharded, StateTensor
 from fsdp_core.state.chunks import chunked
@@ -71,7 +72,7 @@ class FrozenParameters:
                 base_values_of(sharded.root).note(observed)
 
     def leave_out(
-        self, sharded: Sharded, state: Mapping[str, Any], own_state: Mapping[str, Any]
+        self, sharded: Sharded, state: Mapping[str, Any], own_state: Mapping[str, Any], aliases: Mapping[str, str]
     ) -> tuple[Mapping[str, Any], BaseSource | None]:
         """Replace what has the values of the base by what stands for it. All ranks must call it.
 
@@ -79,6 +80,7 @@ class FrozenParameters:
             sharded: The module.
             state: By name: what is about to be saved, which hooks may have changed.
             own_state: By name: what the module has. Only what the state has unchanged from it is left out.
+            aliases: The first name of each tied tensor, by each of its other names in the state.
 
         Returns:
             The state, and where the base comes from, if that is known.
@@ -90,7 +92,8 @@ class FrozenParameters:
             return state, None
         base = base_values_of(sharded.root)
         base.note(observed)
-        names = [name for name in self._candidates(sharded) if name in observed and state.get(name) is own_state[name]]
+        candidates = [name for name in self._candidates(sharded) if name in observed]
+        names = [name for name in candidates if state.get(name) is own_state[name]]
         unchanged = base.digests_of_unchanged(
             names, observed, sharded.runtime, seconds_to_walk=_WALK * self._last_save_seconds
         )
@@ -100,19 +103,20 @@ class FrozenParameters:
             name: LeftOut(shape=observed[name].part.shape, dtype=observed[name].part.dtype, digest=digest)
             for name, digest in unchanged.items()
         }
+        for alias, name in aliases.items():
+            if name in kept and state.get(alias) is own_state.get(alias):
+                kept[alias] = kept[name]
         return {name: kept.get(name, value) for name, value in state.items()}, self._source(sharded)
 
     def _candidates(self, sharded: Sharded) -> list[str]:
         """The names of what is frozen now."""
-        names: dict[str, None] = {}
-        with sharded.unsharded_view():
-            if self._leaves_parameters:
-                for name, parameter in sharded.module.named_parameters(remove_duplicate=False):
-                    if not parameter.requires_grad:
-                        names[clean_name(name)] = None
-            if self._leaves_buffers:
-                names |= {clean_name(name): None for name, _ in sharded.module.named_buffers(remove_duplicate=False)}
-        return list(names)
+        names: list[str] = []
+        if self._leaves_parameters:
+            for parameter, parts in sharded.layout().items():
+                names += [part.name for part in parts if not parameter.requires_grad]
+        if self._leaves_buffers:
+            names += [clean_name(name) for name, _ in sharded.module.named_buffers()]
+        return names
 
     def _warn_of_nothing(self, sharded: Sharded, names: list[str]) -> None:
         if self._has_warned:
@@ -186,6 +190,7 @@ def _observe(sharded: Sharded, state: Mapping[str, Any]) -> dict[str, Observed] 
                 own_counters.append(parameter.to_local())
             for part in parts:
                 counters.setdefault(part.name, []).extend(own_counters)
+    is_live = all(map(has_addresses, sharded.layout()))
     observed: dict[str, Observed] = {}
     for name, value in state.items():
         if not isinstance(value, StateTensor):
@@ -194,7 +199,7 @@ def _observe(sharded: Sharded, state: Mapping[str, Any]) -> dict[str, Observed] 
         if any(isinstance(chunk.data, Tensor) and (is_fake(chunk.data) or chunk.data.is_meta) for chunk in part.chunks):
             return None
         own = [value] if isinstance(value, Tensor) else []
-        observed[name] = Observed(part=part, counters=[*own, *counters.get(name, ())])
+        observed[name] = Observed(part=part, counters=[*own, *counters.get(name, ())], is_live=is_live)
     return observed
 
 
