@@ -606,6 +606,17 @@ class WrappedNames(LoopbackSharded):
         return {f"wrapped.{name}": value for name, value in super().model_state().items()}
 
 
+@backend("frozen_as_built")
+class FrozenAsBuilt(LoopbackSharded):
+    """Shows frozen parameters in the state as they were when it was first asked for."""
+
+    def model_state(self) -> dict[str, Any]:
+        state = super().model_state()
+        frozen = {part.name for p, parts in self.layout().items() for part in parts if not p.requires_grad}
+        first = vars(self).setdefault("first", {name: copy.deepcopy(state[name]) for name in frozen if name in state})
+        return state | first
+
+
 @backend("buffer_not_saved")
 class WithoutBuffers(LoopbackSharded):
     def model_state(self) -> dict[str, Any]:
