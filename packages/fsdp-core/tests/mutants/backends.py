@@ -608,13 +608,13 @@ class WrappedNames(LoopbackSharded):
 
 @backend("frozen_as_built")
 class FrozenAsBuilt(LoopbackSharded):
-    """Shows frozen parameters in the state as they were when it was first asked for."""
+    """Loads nothing into frozen parameters, since they were not trained."""
 
-    def model_state(self) -> dict[str, Any]:
-        state = super().model_state()
-        frozen = {part.name for p, parts in self.layout().items() for part in parts if not p.requires_grad}
-        first = vars(self).setdefault("first", {name: copy.deepcopy(state[name]) for name in frozen if name in state})
-        return state | first
+    def load_model_state(self, state: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        kept = {parameter: parameter.detach().clone() for parameter in self.layout() if not parameter.requires_grad}
+        super().load_model_state(state, *args, **kwargs)
+        for parameter, value in kept.items():
+            parameter.data.copy_(value)
 
 
 @backend("buffer_not_saved")
