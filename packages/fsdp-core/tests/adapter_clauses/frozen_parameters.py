@@ -166,13 +166,15 @@ class FrozenParametersOfAdaptersSuite(Clauses):
             for got in ranks.run(world_size, _resumes, self.strategy, str(tmp_path), world_size, str(base)):
                 assert torch.equal(got["net.frozen.weight"], want["net.frozen.weight"])
             again = read_manifest(tmp_path / f"again-{world_size}")  # what was read from the base is its again
-            assert set(again.left_out) == FROZEN and again.base is not None
-            assert again.base.source is not None and again.base.source.name == str(base)
+            assert set(again.left_out) == FROZEN
+            assert again.base is not None
+            assert again.base.source is not None
+            assert again.base.source.name == str(base)
 
     def test_averages_are_saved_whole(self, ranks: Ranks, tmp_path: Path) -> None:
         """What a callback has copied of a module is saved, frozen or not, and resumes."""
         ranks.run(2, _averaged, self.strategy, str(tmp_path))
-        assert FROZEN <= set(read_manifest(tmp_path / "averaged").tensors)
+        assert set(read_manifest(tmp_path / "averaged").tensors) >= FROZEN
 
     def test_model_checkpoint_of_weights(self, ranks: Ranks, tmp_path: Path) -> None:
         """``ModelCheckpoint(save_weights_only=True)`` leaves the base out, and what it saves can be validated."""

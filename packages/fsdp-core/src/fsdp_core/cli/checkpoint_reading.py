@@ -117,11 +117,9 @@ def inspect_checkpoint(path: str, every: bool, as_json: bool) -> None:
     _print_tensors(facts, every=every)
     if every and facts["base"] is not None:
         click.echo()
-        rows = [
-            (clean(key), *_format_tensor_facts(tensor), tensor["digest"])
-            for key, tensor in facts["base"]["tensors"].items()
-        ]
-        print_table(("Left out", "Shape", "Dtype", "Size", "Digest"), rows, width=10_000, right=(3,))
+        left_out = facts["base"]["tensors"]
+        digests = [(clean(key), *_format_tensor_facts(tensor), tensor["digest"]) for key, tensor in left_out.items()]
+        print_table(("Left out", "Shape", "Dtype", "Size", "Digest"), digests, width=10_000, right=(3,))
     if facts["aliases"]:
         click.echo(f"\n{click.style('Tied names', bold=True)}")
         for alias, key in facts["aliases"].items():

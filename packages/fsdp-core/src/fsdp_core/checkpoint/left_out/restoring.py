@@ -141,7 +141,8 @@ class _OwnBoxes:
 def _as_saved(part: ChunkedTensor, dtype: torch.dtype) -> ChunkedTensor:
     if part.dtype == dtype:
         return part
-    converted: ChunkedTensor = part.to(dtype)
+    convertible: Any = part  # which has the methods of a tensor that convert
+    converted: ChunkedTensor = convertible.to(dtype)
     return converted
 
 

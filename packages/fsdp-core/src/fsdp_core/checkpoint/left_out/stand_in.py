@@ -52,7 +52,7 @@ class InBase(Tensor):
                 f"{self.saved.digest}). Build the module from the base that the run began with, before it is restored."
             )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"InBase({self.saved.key!r})"
 
 
