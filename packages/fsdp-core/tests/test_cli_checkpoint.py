@@ -229,8 +229,8 @@ def test_inspect_as_json(folder: Path) -> None:
     seen = json.loads(run("inspect", folder, "--json").stdout)
     manifest = read_manifest(folder)
     assert list(seen) == [
-        "path", "format_version", "save_id", "created", "strategy", "world_size", "versions", "places", "bytes",
-        "parts", "tensors", "aliases", "plain", "files",
+        "path", "format_version", "save_id", "created", "strategy", "world_size", "versions", "places", "base",
+        "bytes", "parts", "tensors", "aliases", "plain", "files",
     ]  # fmt: skip
     assert seen["save_id"] == manifest.save_id
     assert (seen["strategy"], seen["world_size"], seen["path"]) == ("test", 1, str(folder))

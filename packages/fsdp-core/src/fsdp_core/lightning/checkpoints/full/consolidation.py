@@ -14,8 +14,7 @@ from fsdp_core.checkpoint.storage.local_or_remote_folder import StrPath
 from fsdp_core.checkpoint.storage.plain_json import read_plain
 from fsdp_core.checkpoint.storage.rereading import retries_if_replaced
 from fsdp_core.checkpoint.storage.stored_files import StoredFiles
-from fsdp_core.checkpoint.storage.tensor_bytes import TensorBytes, open_files
-from fsdp_core.checkpoint.tools.base_sources import bytes_in_base, sources_in_base
+from fsdp_core.checkpoint.storage.tensor_bytes import BytesSource, TensorBytes, open_files
 from fsdp_core.checkpoint.tools.consolidation import Consolidated
 from fsdp_core.checkpoint.tools.conversion import FLOATING, OnProgress, check_dtype, counter, refuse_damaged
 from fsdp_core.checkpoint.tools.torch_zip import ArrayToWrite, TensorToWrite, TorchZip
@@ -195,13 +194,25 @@ def _lightning_version() -> str:
     return "2.0.0"
 
 
+def _sources_in_base(files: StoredFiles, base: StrPath | None, dtype: str | None) -> dict[str, BytesSource]:
+    """The tensors that the checkpoint leaves out, by key."""
+    # imported here, since it takes memory: most checkpoints leave nothing out
+    from fsdp_core.checkpoint.tools.base_sources import bytes_in_base, sources_in_base
+
+    left_out = files.manifest.left_out
+    instead = "Name its folder or file as base= (--with-base BASE)."
+    sources = {}
+    for key, boxes in sources_in_base(files, list(left_out), base, instead=instead).items():
+        saved_dtype = left_out[key].dtype_name
+        sources[key] = bytes_in_base(boxes, dtype if dtype is not None and saved_dtype in FLOATING else saved_dtype)
+    return sources
+
+
 def _with_tensor_sources(files: StoredFiles, dtype: str | None, base: StrPath | None) -> dict[str, Any]:
     """The state, with each tensor replaced by its location in a file."""
     reader = TensorBytes(files)
     manifest = files.manifest
-    in_base = sources_in_base(
-        files, list(manifest.left_out), base, instead="Name its folder or file as base= (--with-base BASE)."
-    )
+    in_base = {} if not manifest.left_out else _sources_in_base(files, base, dtype)
     model_prefixes = tuple(f"{path}/" for path, kind in manifest.kinds.items() if kind == "model")
     # The names of tensors in plain data that no reference has used yet.
     unused_names = set() if manifest.state_tensors is None else set(files.header(manifest.state_tensors))
@@ -213,9 +224,7 @@ def _with_tensor_sources(files: StoredFiles, dtype: str | None, base: StrPath | 
             is_converted = key.startswith(model_prefixes) and manifest.tensors[key].dtype_name in FLOATING
             return TensorToWrite(name=key, source=reader.source(key, dtype_name=dtype if is_converted else None))
         if tag == "$saved" and key is not None and key in in_base:
-            saved_dtype = manifest.left_out[key].dtype_name
-            dtype_name = dtype if dtype is not None and saved_dtype in FLOATING else saved_dtype
-            return TensorToWrite(name=key, source=bytes_in_base(in_base[key], dtype_name))
+            return TensorToWrite(name=key, source=in_base[key])
         if tag == "$tensor" and isinstance(name, str) and name in unused_names:  # in plain data
             unused_names.discard(name)  # only once, or a small file could request any amount of memory
             return ArrayToWrite(name=f"${name}", source=reader.small_source(name))
