@@ -17,7 +17,7 @@ import xxhash
 from torch import Tensor
 
 from fsdp_core.checkpoint.collective import run_on_all, run_on_first, total
-from fsdp_core.checkpoint.format.base import Base, BaseSource, BaseTensor
+from fsdp_core.checkpoint.format.base_tensors import Base, BaseSource, BaseTensor
 from fsdp_core.checkpoint.format.chunks import chunk_name
 from fsdp_core.checkpoint.format.file_names import Section, file_name, files_of, state_file, state_tensors_file
 from fsdp_core.checkpoint.format.json_text import check_texts

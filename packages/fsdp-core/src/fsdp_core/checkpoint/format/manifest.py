@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from fsdp_core.checkpoint.format.base import Base, BaseTensor
+from fsdp_core.checkpoint.format.base_tensors import Base, BaseTensor
 from fsdp_core.checkpoint.format.chunks import StoredChunk
 from fsdp_core.checkpoint.format.json_text import check_text, integer, json_list, parse_text, string, strings
 from fsdp_core.checkpoint.format.pattern_reading import PatternedFiles, read_pattern

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from fsdp_core.checkpoint.collective import run_on_all
-from fsdp_core.checkpoint.format.base import BaseSource
+from fsdp_core.checkpoint.format.base_tensors import BaseSource
 from fsdp_core.checkpoint.left_out.observing import Observation, Observed, hash_all, observe
 from fsdp_core.runtime import Runtime
 from fsdp_core.state.chunks import ChunkedTensor

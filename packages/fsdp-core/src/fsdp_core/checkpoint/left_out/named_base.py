@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fsdp_core.checkpoint.collective import gather_to_all, run_on_all
-from fsdp_core.checkpoint.format.base import BaseSource, BaseTensor
+from fsdp_core.checkpoint.format.base_tensors import BaseSource, BaseTensor
 from fsdp_core.checkpoint.storage.local_or_remote_folder import StrPath, open_folder
 from fsdp_core.checkpoint.storage.recognition import holds_manifest
 from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError

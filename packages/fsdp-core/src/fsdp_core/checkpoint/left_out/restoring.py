@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_core.checkpoint.format.base import BaseTensor
+from fsdp_core.checkpoint.format.base_tensors import BaseTensor
 from fsdp_core.checkpoint.left_out.base_values import digests
 from fsdp_core.checkpoint.left_out.named_base import BoxesOfSource, find_all
 from fsdp_core.checkpoint.storage.local_or_remote_folder import StrPath

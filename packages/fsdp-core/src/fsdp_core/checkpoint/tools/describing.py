@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fsdp_core.checkpoint.format.base import Base
+from fsdp_core.checkpoint.format.base_tensors import Base
 from fsdp_core.checkpoint.format.manifest import Manifest
 from fsdp_core.checkpoint.format.state_paths import join_path, split_path
 from fsdp_core.checkpoint.storage.joined_folder import Paths

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_core.checkpoint.format.base import BaseSource
+from fsdp_core.checkpoint.format.base_tensors import BaseSource
 from fsdp_core.checkpoint.left_out.base_values import base_values_of
 from fsdp_core.checkpoint.left_out.named_base import source_of_name
 from fsdp_core.checkpoint.left_out.observing import Observed

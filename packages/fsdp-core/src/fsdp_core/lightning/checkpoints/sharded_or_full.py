@@ -16,7 +16,7 @@ from torch import Tensor
 from fsdp_core import checkpoint as checkpoints
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.collective import run_on_all, total
-from fsdp_core.checkpoint.format.base import BaseSource
+from fsdp_core.checkpoint.format.base_tensors import BaseSource
 from fsdp_core.checkpoint.storage.joined_folder import Paths
 from fsdp_core.checkpoint.storage.recognition import is_sharded
 from fsdp_core.errors import CheckpointError, FSDPError
