@@ -383,6 +383,15 @@ def named(name: str) -> Callable[[dict[str, Any]], None]:
     return change
 
 
+ABSENT = {"shape": [2], "dtype": "float32", "digest": "sum64:0123456789abcdef"}
+
+
+def base_but_for(change: dict[str, Any]) -> dict[str, Any]:
+    """A base with one member changed, or taken out."""
+    base = {"source": None, "tensors": {"model/absent": ABSENT}, **change}
+    return {name: value for name, value in base.items() if value is not ...}
+
+
 BROKEN: dict[str, Callable[[dict[str, Any]], object]] = {
     **{f"without_{field}": (lambda c, field=field: c.pop(field)) for field in SCHEMA["required"][:-1]},
     **{f"shape_{text}": (lambda c, value=value: weight(c).update(shape=value))
@@ -392,7 +401,13 @@ BROKEN: dict[str, Callable[[dict[str, Any]], object]] = {
         ["../x", "/x", "x/", "x//y", "./x", "x/..", "..", ".", "", "x\\y", "C:x", "x\ny", "x\n", "manifest.json",
          "model/../../x", "file:///x", "x\x00"])},
     "other_format": lambda c: c.update(format="other"),
-    "version_3": lambda c: c.update(format_version=3),
+    "version_3_without_base": lambda c: c.update(format_version=3),
+    "version_4": lambda c: c.update(format_version=4),
+    **{f"base_{name}": (lambda c, change=change: c.update(format_version=3, base=base_but_for(change)))
+       for name, change in {"without_source": {"source": ...}, "of_no_type": {"source": {"type": "x", "name": "y"}},
+                            "without_name": {"source": {"type": "hub", "name": ""}}, "empty": {"tensors": {}},
+                            "of_no_digest": {"tensors": {"model/x": {**ABSENT, "digest": "xxh3:0123456789abcdef"}}},
+                            "of_no_dtype": {"tensors": {"model/x": {**ABSENT, "dtype": "float31"}}}}.items()},
     "version_true": lambda c: c.update(format_version=True),
     "version_text": lambda c: c.update(format_version="1"),
     "save_id_short": lambda c: c.update(save_id="0123456789a"),

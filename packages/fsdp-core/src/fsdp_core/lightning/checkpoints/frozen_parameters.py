@@ -169,11 +169,12 @@ class FrozenParameters:
             base=self.base,
             instead=_INSTEAD.format(name=self._class_name),
         )
-        base = base_values_of(sharded.root)
-        for name, saved in state.items():
-            digest = getattr(saved, "digest", None)
-            if digest is not None and getattr(own_state.get(name), "dtype", None) == saved.dtype:
-                base.expect(name, digest)
+        if self.are_left_out:  # otherwise nothing was noted that later writes could be compared with
+            base = base_values_of(sharded.root)
+            for name, saved in state.items():
+                digest = getattr(saved, "digest", None)
+                if digest is not None and getattr(own_state.get(name), "dtype", None) == saved.dtype:
+                    base.expect(name, digest)
         return restored
 
     def restore_unsharded(self, state: Mapping[str, Any], own_state: Mapping[str, Any], runtime: Any) -> dict[str, Any]:
