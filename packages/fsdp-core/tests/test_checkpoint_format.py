@@ -479,6 +479,9 @@ BEYOND_THE_SCHEMA: dict[str, Callable[[dict[str, Any]], object]] = {
     "another_size": lambda c: file(c).update(size=file(c)["size"] + 1),
     "another_checksum": lambda c: file(c).update(checksum="xxh3:" + "0" * 16),
     "format_not_first": lambda c: c.update(format=c.pop("format")),
+    "left_out_and_there": lambda c: c.update(
+        format_version=3, base=base_but_for({"tensors": {"model/wte.weight": ABSENT}})
+    ),
 }
 
 
