@@ -11,6 +11,7 @@ from adapter_clauses.bad_options import BadOptionsSuite
 from adapter_clauses.exceptions import ExceptionsOfAdaptersSuite
 from adapter_clauses.fabric_checkpoints import FabricFilesSuite
 from adapter_clauses.finite_gradients import FiniteGradientsSuite
+from adapter_clauses.frozen_parameters import FrozenParametersOfAdaptersSuite
 from adapter_clauses.launching import LaunchingSuite
 from adapter_clauses.lightning_regressions import LightningToolsSuite
 from adapter_clauses.loader_positions import LoaderPositionsSuite
@@ -38,6 +39,7 @@ class AdapterSuite(
     UsersCheckpointIOSuite,
     CheckpointFilesSuite,
     FabricFilesSuite,
+    FrozenParametersOfAdaptersSuite,
     FiniteGradientsSuite,
     LoopsOfAdaptersSuite,
     TokenMeansOfAdaptersSuite,

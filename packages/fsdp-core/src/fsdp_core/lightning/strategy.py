@@ -131,6 +131,8 @@ class ShardedStrategy(SavingStrategy):
             "async_save": self.async_saves is not None,
             "sequential_save": self.sequential_save,
             "scattered_save": self.scattered_save,
+            "save_frozen": self.options.save_frozen,
+            "save_unchanged_buffers": self.options.save_unchanged_buffers,
             "error_if_nonfinite": self.error_if_nonfinite,
             "hang_timeout": self.hang_timeout,
             **{name: value for name, value in config.items() if name != "precision"},

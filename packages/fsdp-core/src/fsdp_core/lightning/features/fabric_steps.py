@@ -78,10 +78,14 @@ class FabricSteps:
         explain_uncaught(explain_uncaught_error)
         if not any(root is sharded for root in self.roots):
             self._roots.append(ref(sharded))
-            self._first_forwards.append(FirstForwards(sharded))
+            self._first_forwards.append(FirstForwards(sharded, self._note_base))
         call_before_passes(WeakMethod(self._before_pass))
         self.gradient_guard.add(sharded)
         return ShardedForward(sharded, lambda: self._in_backward)
+
+    def _note_base(self, sharded: Sharded) -> None:
+        with self.gradient_guard.while_off():
+            self._strategy.frozen_parameters.note(sharded)
 
     def run_backward(self, loss: Tensor, run: Callable[[], None]) -> None:
         """Run a backward pass.

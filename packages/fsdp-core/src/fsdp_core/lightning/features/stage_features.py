@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fsdp_core.lightning.features.background_saves import BackgroundSaves
+from fsdp_core.lightning.features.base_of_frozen import BaseOfFrozen
 from fsdp_core.lightning.features.callbacks_over_shards import CallbacksOverShards
 from fsdp_core.lightning.features.even_batches import EvenBatches
 from fsdp_core.lightning.features.exact_resume import ExactResume
@@ -48,6 +49,7 @@ class StageFeatures:
             FitChecks(strategy),
             MetricsOverData(strategy.runtime),
             CallbacksOverShards(strategy),
+            BaseOfFrozen(strategy),
             self.exact_resume,
             self.late_param_groups,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fsdp_core.testing.suite.checkpoints.async_saves import DeferredCopiesSuite
 from fsdp_core.testing.suite.checkpoints.fabric_checkpoints import FabricCheckpointsSuite
+from fsdp_core.testing.suite.checkpoints.frozen_parameters import FrozenParametersSuite
 from fsdp_core.testing.suite.checkpoints.late_param_groups import LateParamGroupsSuite
 from fsdp_core.testing.suite.checkpoints.resuming import ExactResumeSuite
 from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import CheckpointsSuite
@@ -62,6 +63,7 @@ class StrategySuite(
     FabricCheckpointsSuite,
     ExactResumeSuite,
     LateParamGroupsSuite,
+    FrozenParametersSuite,
     DeferredCopiesSuite,
     LeftoversSuite,
     BadModulesSuite,
