@@ -17,7 +17,7 @@ from fsdp_fsdp2.expert_parallel.plans import Contract, number_of_experts
 
 __all__ = ["ExpertForward", "move_rows"]
 
-# torch 2.13 deprecates the second name for the first
+# untyped; missing in builds of torch without torch.distributed, where nothing here is called
 _all_to_all: Any = getattr(dist, "all_to_all_single", None)
 
 
