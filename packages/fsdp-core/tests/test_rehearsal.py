@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader
 
 from fsdp_core.cli import fsdp, scripts
-from fsdp_core.cli.plan import parse_size
+from fsdp_core.sizes import parse_size
 from fsdp_core.cli.rehearse import rehearse
 from fsdp_core.errors import ShardingError
 from fsdp_core.rehearsal.auto_strategy import AutoStrategy
