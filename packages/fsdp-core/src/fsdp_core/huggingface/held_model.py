@@ -177,6 +177,7 @@ def _without_library_classes(model: nn.Module) -> Iterator[None]:
 
 
 def is_model(module: nn.Module) -> bool:
+    """Whether a module is a model as those of transformers: with a configuration, and a method that writes it."""
     return all(hasattr(module, name) for name in ("config", "save_pretrained"))
 
 

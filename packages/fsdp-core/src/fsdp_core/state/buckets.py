@@ -168,7 +168,11 @@ def _rounds(pieces: Sequence[_Piece], item_bytes: int, max_run_bytes: int) -> It
 
 @torch.no_grad()
 def exchange(
-    bucket: Bucket, tensors: Mapping[str, BucketedTensor], own: Mapping[str, ChunkedTensor], runtime: Runtime, flag: bool
+    bucket: Bucket,
+    tensors: Mapping[str, BucketedTensor],
+    own: Mapping[str, ChunkedTensor],
+    runtime: Runtime,
+    flag: bool,
 ) -> tuple[Tensor, bool]:
     """Send what this rank holds of a bucket, and receive what all ranks hold. All ranks must call it.
 

@@ -51,8 +51,8 @@ _DIGEST_BLOCK_BYTES = 16 * 2**20  # of a tensor that is copied to the host at a 
 class SentWeights:
     """What a receiver has of a model: which weights :func:`fsdp_core.stream_weights` need not yield again.
 
-    It is empty at first. Each stream that gets it as ``changed_since`` and is iterated to its end adds to it what it has
-    yielded: a digest of what this rank holds of each tensor, not the tensors.
+    It is empty at first. Each stream that gets it as ``changed_since`` and is iterated to its end notes in it what it
+    has yielded: a digest of what this rank holds of each tensor, not the tensors.
     """
 
     def __init__(self) -> None:
@@ -118,15 +118,16 @@ def stream_weights(
             its bytes have. At first, an empty :class:`SentWeights`.
 
     Yields:
-        Names and full tensors. A tensor that is not sharded, such as a buffer, is this rank's own. Extra state, which is
-        not a tensor, is yielded at the end, as it is.
+        Names and full tensors. A tensor that is not sharded, such as a buffer, is this rank's own. Extra state, which
+        is not a tensor, is yielded at the end, as it is.
 
     Raises:
         ShardingError: It was called inside a step, or with other arguments than on another rank; the model has no
             values yet; weights changed before the stream's end; or another rank did not call it.
         UnsupportedCapabilityError: With ``names="hf"``, the model has no published names, or has adapters of PEFT's, or
             is stored in a form that can't be computed from shards.
-        CheckpointMismatchError: ``changed_since`` is of another model, or of a stream with other names or another dtype.
+        CheckpointMismatchError: ``changed_since`` is of another model, or of streams with another ``names`` or
+            ``dtype``.
         CheckpointValueError: ``dtype`` is no floating-point dtype.
         ValueError: ``budget`` is no size.
 
@@ -151,7 +152,7 @@ def stream_weights(
     budget_bytes = _budget_bytes(budget)
     stored_dtype = None if dtype is None else as_dtype(dtype)
     if names not in (None, "hf"):
-        raise ValueError(f"names={names!r} are no names of weights.\nWrite names='hf', or names=None for the model's own.")
+        raise ValueError(f"names={names!r} is not supported.\nWrite names='hf', or names=None for the model's own.")
     if changed_since is not None and not isinstance(changed_since, SentWeights):
         raise TypeError(
             f"changed_since={changed_since!r} is not what a receiver has.\n"
@@ -159,11 +160,11 @@ def stream_weights(
         )
     with outside_inference_mode(), torch.no_grad():
         stream = _open_stream(model, names)
-        tensors, digests = _agree(stream, (names, stored_dtype, budget_bytes), changed_since)
+        tensors, news = _agree(stream, (names, stored_dtype, budget_bytes), changed_since)
         world_size = stream.runtime.world_size
         buckets = plan_buckets(tensors, world_size, run_bytes_within(budget_bytes, world_size))
     _note_small_budget(tensors, budget_bytes, world_size)
-    return _iterate(stream, tensors, buckets, changed_since, digests)
+    return _iterate(stream, tensors, buckets, changed_since or SentWeights(), news)
 
 
 def _budget_bytes(budget: int | str) -> int:
@@ -272,23 +273,23 @@ def _view_chunks(view: View, source: ChunkedTensor) -> ChunkedTensor:
 
 def _agree(
     stream: _Stream, arguments: tuple[Any, ...], changed_since: SentWeights | None
-) -> tuple[dict[str, BucketedTensor], dict[str, str]]:
+) -> tuple[dict[str, BucketedTensor], SentWeights]:
     """Exchange what ranks hold, and choose the tensors to gather. All ranks must call it.
 
     Returns:
-        The tensors, and digests of what this rank holds of all tensors, if there is a ``changed_since``.
+        The tensors, and what a receiver of them has afterwards, where there is a ``changed_since``.
     """
     names, dtype, _ = arguments
     shapes = [(name, value.shape, value.dtype) for name, value in stream.own.items()]
-    description = (names, dtype, shapes)
-    digests: dict[str, str] = {}
+    news = SentWeights()
+    news._description = description = (names, dtype, shapes)
 
     def describe() -> Any:
         if changed_since is not None:
             _check_receiver(changed_since, description)
-            digests.update({name: _digest(value) for name, value in stream.own.items()})
+            news._digests = {name: _digest(value) for name, value in stream.own.items()}
         former = {} if changed_since is None else changed_since._digests
-        changed = [name for name in stream.own if changed_since is None or former.get(name) != digests[name]]
+        changed = [name for name in stream.own if changed_since is None or former.get(name) != news._digests[name]]
         boxes = {name: (value.replica, _boxes(value)) for name, value in stream.own.items()}
         return (*arguments, changed_since is None, shapes), boxes, changed
 
@@ -308,9 +309,7 @@ def _agree(
         boxes_by_rank = [boxes[name] for _, boxes, _ in by_rank]
         check_covered(value.shape, [boxes for replica, boxes in boxes_by_rank if replica == 0], name)
         tensors[name] = BucketedTensor(value.shape, stored_dtype, boxes_by_rank)
-    if changed_since is not None:
-        changed_since._description = description
-    return tensors, digests
+    return tensors, news
 
 
 def _check_receiver(changed_since: SentWeights, description: tuple[Any, ...]) -> None:
@@ -318,9 +317,10 @@ def _check_receiver(changed_since: SentWeights, description: tuple[Any, ...]) ->
     if former is None or former == description:
         return
     if former[:2] != description[:2]:
-        difference = f"names={former[0]!r}, dtype={former[1]}, and this one names={description[0]!r}, dtype={description[1]}"
         raise CheckpointMismatchError(
-            f"changed_since is of streams with {difference}.\nPass an empty fsdp_core.SentWeights(), and send all again."
+            f"changed_since is of streams with names={former[0]!r}, dtype={former[1]}, and this one has "
+            f"names={description[0]!r}, dtype={description[1]}.\n"
+            "Pass an empty fsdp_core.SentWeights(), with which all is sent."
         )
     different = next(
         (name for (name, *_), entry in zip(former[2], description[2], strict=False) if (name, *_) != entry),
@@ -338,7 +338,7 @@ def _boxes(value: ChunkedTensor) -> list[Box]:
 
 def _digest(value: ChunkedTensor) -> str:
     """A digest of what this rank holds of a tensor, and of where it lies."""
-    digest = xxhash.xxh3_128(repr((value.replica, _boxes(value))))
+    digest = xxhash.xxh3_128(repr((value.replica, _boxes(value))).encode())
     for chunk in value.chunks:
         assert isinstance(chunk.data, Tensor)  # a rank's shards of a model are in memory
         for offsets, lengths in cut(tuple(chunk.data.shape), chunk.data.dtype.itemsize, _DIGEST_BLOCK_BYTES):
@@ -377,8 +377,8 @@ def _iterate(
     stream: _Stream,
     tensors: Mapping[str, BucketedTensor],
     buckets: Sequence[Bucket],
-    changed_since: SentWeights | None,
-    digests: Mapping[str, str],
+    sent: SentWeights,
+    news: SentWeights,
 ) -> Iterator[tuple[str, Any]]:
     full: Tensor | None = None
     done = 0
@@ -399,8 +399,7 @@ def _iterate(
             for bucket in buckets[done:]:  # other ranks wait for this rank's part
                 _gather(stream, bucket, tensors)
         raise
-    if changed_since is not None:
-        changed_since._digests = dict(digests)
+    sent._description, sent._digests = news._description, news._digests
 
 
 def _under_all_names(stream: _Stream, name: str, full: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -422,9 +421,9 @@ def _gather(stream: _Stream, bucket: Bucket, tensors: Mapping[str, BucketedTenso
         gathered, has_changed = exchange(bucket, tensors, stream.own, stream.runtime, has_changed)
     if has_changed:
         raise ShardingError(
-            "weights were written to between two tensors of stream_weights(): what came before is of other weights than "
-            "what would follow.\nIterate to the end before the next step; what is to be kept or sent later, collect in "
-            "a list."
+            "weights were written to between two tensors of stream_weights(): what came before is of other weights "
+            "than what would follow.\n"
+            "Iterate to the end before the next step; collect in a list what is to be sent later."
         )
     return gathered
 
@@ -444,6 +443,7 @@ def _fill(
         full = torch.empty(tensor.shape, dtype=tensor.dtype, device=stream.runtime.device)
     if gathered is None or not pieces:
         for chunk in stream.own[name].chunks:
+            assert isinstance(chunk.data, Tensor)  # a rank's shards of a model are in memory
             full.copy_(chunk.data)
     else:
         fill_from(gathered, pieces, full)
