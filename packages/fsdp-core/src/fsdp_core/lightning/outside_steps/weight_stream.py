@@ -72,7 +72,7 @@ class _Stream:
         own: What this rank holds, by published name.
         names: By each of these names, all names to yield the tensor under.
         extra: What is not a tensor, by name.
-        watched: The module's tensors and their versions.
+        watched: Tensors over the module's memory, and their versions.
     """
 
     runtime: Runtime
@@ -194,6 +194,8 @@ def _open_stream(model: nn.Module, names: str | None) -> _Stream:
     state = {name: chunked(value, rank=runtime.rank) for name, value in tensors.items()}
     watched = [value for value in tensors.values() if isinstance(value, Tensor)]
     watched += [chunk.data for value in state.values() for chunk in value.chunks if isinstance(chunk.data, Tensor)]
+    if part.sharded is not None:
+        watched += part.sharded.layout()  # what optimizers write to, which may be other tensors over the same memory
     versions = [(tensor, _version(tensor)) for tensor in watched]
     if names is None:
         tied = part.first_names()
@@ -393,6 +395,7 @@ def _iterate(
                         gathered = None
                     yield from _under_all_names(stream, name, full)
                     full = None
+            gathered = None  # before the next bucket takes memory
         yield from stream.extra.items()
     except GeneratorExit:
         if not sys.is_finalizing():
