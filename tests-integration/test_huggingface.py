@@ -162,7 +162,7 @@ def test_streams_are_what_transformers_stores(
 ) -> None:
     arguments = str(tmp_path), strategy, options, world_size, names
     for different in transformers_ranks.run(world_size, stream_and_compare, *arguments, timeout=LIMIT):
-        assert different == {name: [[]] * 6 for name in names}
+        assert different == {name: [[]] * 4 for name in names}
 
 
 class Lit(LightningModule):
