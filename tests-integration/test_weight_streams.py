@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import fsdp_core
+from forked_scripts import run_forked
 from fsdp_core.errors import CheckpointMismatchError, ShardingError
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.measuring.memory import Deep, is_measurable, peak_of
@@ -50,6 +53,7 @@ def extra_memory(strategy: str, options: dict[str, Any], world_size: int) -> lis
     return measured
 
 
+@pytest.mark.drawn
 @pytest.mark.skipif(not is_measurable(), reason="only Linux tells the peak memory")
 @pytest.mark.parametrize(
     ("strategy", "options", "world_size"),
@@ -99,6 +103,7 @@ def faults(strategy: str) -> Any:
     return messages, differing
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp_native"])
 def test_what_goes_wrong_within_a_stream_is_told_on_every_rank(ranks: RankPool, strategy: str) -> None:
     for (changed, other_budget, other_receiver), differing in ranks.run(2, faults, strategy):
@@ -108,3 +113,24 @@ def test_what_goes_wrong_within_a_stream_is_told_on_every_rank(ranks: RankPool, 
         )
         assert_says(other_receiver, "dtype=None, and this one has names=None, dtype=torch.float16", "on rank 1 of 2")
         assert differing == []
+
+
+EXAMPLE = Path(__file__).parent.parent / "docs/examples/weights_to_another_process.py"
+
+
+def test_the_page_shows_the_example() -> None:
+    page = (EXAMPLE.parent.parent / "checkpoints.md").read_text(encoding="utf-8")
+    assert f"```python\n{EXAMPLE.read_text(encoding='utf-8')}```" in page
+
+
+def test_another_process_has_the_weights_of_each_step(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(EXAMPLE.read_text(encoding="utf-8"), encoding="utf-8")
+    output = run_forked(tmp_path / "script.py", "fsdp2", folder=tmp_path)
+    steps = re.findall(r"^step (\d): sent (.+); it answers (\S+)$", output, flags=re.MULTILINE)
+    assert [(step, names) for step, names, _ in steps] == [
+        ("1", "0.weight, 0.bias, 2.weight, 2.bias"),
+        ("2", "2.weight, 2.bias"),
+        ("3", "2.weight, 2.bias"),
+    ]
+    assert f"trained: {steps[-1][2]}" in output
+    assert len({answer for _, _, answer in steps}) == 3

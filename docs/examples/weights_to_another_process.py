@@ -61,7 +61,9 @@ class SendWeights(L.Callback):
                 self.updates.put((name, tensor.cpu().share_memory_()))
         if trainer.is_global_zero:
             self.updates.put(("all sent", None))
-            print(f"step {trainer.global_step}: sent {', '.join(names)}; it answers {self.answers.get(timeout=120):.6f}")
+            print(
+                f"step {trainer.global_step}: sent {', '.join(names)}; it answers {self.answers.get(timeout=120):.6f}"
+            )
 
     def on_train_end(self, trainer, module):
         with fsdp_core.gathered(module.model):
