@@ -126,7 +126,7 @@ def minimums(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def newest(session: nox.Session) -> None:
-    """Run the same on the newest; `-- torch==X` takes that torch where CPU builds stop earlier, `-- --pre` nightlies."""
+    """Run the same on the newest, `-- --pre`: not released; `-- torch==X` where CPU builds of torch stop earlier."""
     newest_releases.try_newest(session, envs.make_newest(session))
 
 

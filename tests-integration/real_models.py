@@ -15,7 +15,17 @@ from fsdp_core.testing.oracle import Trained
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.training import new_fabric
 
-__all__ = ["MESHES", "MODELS", "adapted", "new_model", "plan_of", "see_transformers", "train_plain", "train_sharded"]
+__all__ = [
+    "MESHES",
+    "MODELS",
+    "adapted",
+    "batches",
+    "new_model",
+    "plan_of",
+    "see_transformers",
+    "train_plain",
+    "train_sharded",
+]
 
 EXAMPLES = Path(__file__).parent.parent / "docs/examples"
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -47,6 +57,38 @@ def mixtral() -> nn.Module:
     return MixtralForCausalLM(MixtralConfig(**SIZES, **VOCABULARY, num_key_value_heads=2, num_local_experts=4))
 
 
+def qwen3_moe() -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **VOCABULARY, **sizes, moe_intermediate_size=24))
+
+
+def deepseek() -> nn.Module:
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    heads: dict[str, Any] = {
+        "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+    }  # fmt: skip
+    experts: dict[str, Any] = {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1,
+        "first_k_dense_replace": 1, "n_shared_experts": 1,
+    }  # fmt: skip
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**SIZES, **VOCABULARY, **heads, **experts))
+
+
+def gpt_oss() -> nn.Module:
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    sizes: dict[str, Any] = {
+        "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"], "max_position_embeddings": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }  # fmt: skip
+    return GptOssForCausalLM(GptOssConfig(**SIZES, **VOCABULARY, **sizes))
+
+
 def vit() -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
@@ -61,7 +103,8 @@ def t5() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "llama": llama, "qwen3": qwen3, "gpt2": gpt2, "mixtral": mixtral, "vit": vit, "t5": t5,
+    "llama": llama, "qwen3": qwen3, "gpt2": gpt2, "mixtral": mixtral, "vit": vit, "t5": t5, "qwen3_moe": qwen3_moe,
+    "deepseek": deepseek, "gpt_oss": gpt_oss,
 }  # fmt: skip
 
 #: Options of fsdp2, and the number of ranks.
@@ -69,6 +112,9 @@ MESHES: dict[str, tuple[dict[str, Any], int]] = {
     "shard 2": ({}, 2),
     "tensor 2": ({"tensor_parallel_size": 2}, 2),
     "shard 2 x tensor 2": ({"tensor_parallel_size": 2}, 4),
+    "experts 2": ({"expert_parallel_size": 2}, 2),
+    "experts 2 of 4": ({"expert_parallel_size": 2}, 4),
+    "experts 4": ({"expert_parallel_size": 4}, 4),
 }
 ADAPTED = ["model.layers.*.self_attn.q_proj", "model.layers.*.self_attn.v_proj"]
 

@@ -34,8 +34,10 @@ def test_names_that_are_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str],
 
 
 #: What pytest writes of a test that passed and of one that failed.
-RESULTS = """<testsuites><testsuite><testcase name="test_right"/><testcase name="test_wrong[1]">
-<failure message="AssertionError: 1 is not 2&#10;assert 1 == 2">a traceback</failure></testcase></testsuite></testsuites>
+RESULTS = """<testsuites><testsuite>
+<testcase name="test_right"/>
+<testcase name="test_wrong[1]"><failure message="AssertionError: 1 is not 2&#10;assert 1 == 2">why</failure></testcase>
+</testsuite></testsuites>
 """
 
 

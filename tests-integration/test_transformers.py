@@ -48,6 +48,23 @@ print(json.dumps({"losses": told, "adapters": sorted(get_peft_model_state_dict(m
 """
 
 
+# The line that docs/token-mean.md shows, beside the model's own mean.
+ONE_LINE = """
+import fsdp_core
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+torch.manual_seed(0)
+sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+model = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
+ids = torch.randint(0, 32, (2, 8))
+batch = {"input_ids": ids, "labels": ids.masked_fill(torch.arange(16).view(2, 8) % 3 == 1, -100)}
+loss = fsdp_core.token_mean(model(**batch, num_items_in_batch=1).loss, batch["labels"][:, 1:] != -100)
+torch.testing.assert_close(loss, model(**batch).loss)
+print("the same mean")
+"""
+
+
 def run(script: str, folder: Path, *words: str) -> str:
     """What a script prints that finds transformers, peft, and the examples."""
     finds = os.pathsep.join((os.environ["FSDP_TESTS_TRANSFORMERS"], str(EXAMPLES)))
@@ -81,3 +98,13 @@ def test_llama_and_lora_upon_it(tmp_path: Path) -> None:
     assert [*losses(trained), *losses(begun), *losses(gone_on)] == pytest.approx(plain["losses"], abs=FP32_TOLERANCE)
     adapters = load_file(tmp_path / "my-adapter/adapter_model.safetensors")
     assert sorted(adapters) == plain["adapters"]
+
+
+def test_a_models_loss_is_a_mean_over_all_tokens_in_one_line(tmp_path: Path) -> None:
+    line = 'loss = fsdp_core.token_mean(model(**batch, num_items_in_batch=1).loss, batch["labels"][:, 1:] != -100)'
+    assert line in ONE_LINE
+    assert line in (ROOT / "docs/token-mean.md").read_text(encoding="utf-8")
+    script = tmp_path / "script.py"
+    script.write_text(ONE_LINE, encoding="utf-8")
+    finds = os.environ["FSDP_TESTS_TRANSFORMERS"]
+    assert "the same mean" in run_forked(script, folder=tmp_path, finds=finds, imports=IMPORTS[:1])

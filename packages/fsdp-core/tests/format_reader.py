@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-__all__ = ["Checkpoint", "canonical", "checksum"]
+__all__ = ["Checkpoint", "canonical", "checksum", "digest"]
 
 MAX_BYTES, MAX_HEADER_BYTES, MAX_NUMBER = 2**28, 100_000_000, 2**53 - 1
 # The names in the manifest and in a safetensors header, and how numpy reads the elements.
@@ -143,6 +143,30 @@ def _boxes_of_run(shape: list[int], start: int, count: int) -> list[tuple[list[i
     return found
 
 
+def digest(elements: np.ndarray[Any, Any]) -> str:
+    """The digest of a whole tensor: each word by itself, as the page says it."""
+    if elements.dtype.itemsize == 8:
+        elements = elements.reshape(*elements.shape, 1).view("<i4")
+    words = elements.view({1: "i1", 2: "<i2", 4: "<i4"}[elements.dtype.itemsize])
+    total = 0
+    for index in product(*map(range, words.shape)):
+        weight = math.prod(_weight(dim, i) for dim, i in enumerate(index))
+        total += int(words[index]) * weight
+    return f"sum64:{total % 2**64:016x}"
+
+
+def _weight(dim: int, index: int) -> int:
+    high, low = divmod(index, 2**16)
+    return _mixed(dim * 2**48 + low) * _mixed(dim * 2**48 + 2**40 + high)
+
+
+def _mixed(number: int) -> int:
+    state = (number + 1) * 0x9E3779B97F4A7C15 % 2**64
+    state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    state = (state ^ state >> 27) * 0x94D049BB133111EB % 2**64
+    return (state ^ state >> 31) | 1
+
+
 class Checkpoint:
     """A checkpoint in a local folder; everything is checked before the first tensor can be read."""
 
@@ -173,10 +197,10 @@ class Checkpoint:
         )
         content = _map(found)
         need(next(iter(content.items())) == ("format", "fsdp-checkpoint"), "another format")
-        need(type(content["format_version"]) is int and content["format_version"] in (1, 2), "another version")
+        need(type(content["format_version"]) is int and content["format_version"] in (1, 2, 3), "another version")
         said = content.pop("checksum", None)
         need(said == checksum(canonical(content).encode("utf-8")), "the manifest was changed")
-        for key, tensor in content["tensors"].items() if content["format_version"] == 2 else ():
+        for key, tensor in content["tensors"].items() if content["format_version"] >= 2 else ():
             if isinstance(tensor["chunks"], dict):
                 tensor["chunks"] = _expanded(key, tensor["shape"], tensor["chunks"])
         return content
@@ -204,7 +228,22 @@ class Checkpoint:
         need(state["tensors"] is None or _text(state["tensors"]) in manifest["files"], "no small tensors")
         for tensor in _map(manifest["tensors"]).values():
             self._check_tensor(_map(tensor))
-        need(set(manifest["aliases"].values()) <= set(manifest["tensors"]), "an alias of nothing")
+        left_out = self._check_base(manifest["base"]) if manifest["format_version"] == 3 else set()
+        need(not left_out & set(manifest["tensors"]), "a tensor that is there, and left out")
+        need(set(manifest["aliases"].values()) <= {*manifest["tensors"], *left_out}, "an alias of nothing")
+
+    def _check_base(self, base: dict[str, Any]) -> set[str]:
+        source = base["source"]
+        if source is not None:
+            need(source["type"] in ("folder", "file", "hub"), "an unknown source")
+            need(1 <= len(_text(source["name"])) <= 4096, "a source without a name")
+        need(len(_map(base["tensors"])) > 0, "an empty base")
+        for tensor in base["tensors"].values():
+            shape = _numbers(tensor["shape"])
+            need(len(shape) <= 64 and math.prod(max(n, 1) for n in shape) <= MAX_NUMBER, "no shape")
+            need(_text(tensor["dtype"]) in DTYPES, "an unknown dtype")
+            need(re.fullmatch("sum64:[0-9a-f]{16}", _text(tensor["digest"])) is not None, "no digest")
+        return set(base["tensors"])
 
     def _check_tensor(self, tensor: dict[str, Any]) -> None:
         shape = _numbers(tensor["shape"])
@@ -293,7 +332,10 @@ class Checkpoint:
 
     def _tagged(self, tag: str, held: Any) -> Any:
         if tag == "$saved":
-            need(self.manifest["aliases"].get(held, held) in self.manifest["tensors"], "no such tensor")
+            key = self.manifest["aliases"].get(held, held)
+            if self.manifest["format_version"] == 3 and key in self.manifest["base"]["tensors"]:
+                return ("$left out", self.manifest["base"]["tensors"][key])
+            need(key in self.manifest["tensors"], "no such tensor")
             return self.tensor(held)
         if tag == "$tensor":
             need(held not in self._used, "a tensor that is referred to twice")

@@ -103,7 +103,7 @@ def test_verify_tells_how_far_it_is(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c.update(format_version=3), "has format version 3, .* reads version 1 to 2: pip install --upgrade"),
+        (lambda c: c.update(format_version=4), "has format version 4, .* reads version 1 to 3: pip install --upgrade"),
         (lambda c: c.update(format="other"), "it is not one of ours"),
         (lambda c: c.pop("tensors"), "it lacks 'tensors'"),
         (lambda c: c.update(tensors=[1]), "of the wrong type"),
@@ -278,8 +278,8 @@ FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         ["'model/w'", "two chunks cover [0:6, 0:4]"],
     ),
     "a newer version": (
-        lambda folder: rewrite(folder, lambda c: c.update(format_version=3)),
-        ["format version 3", "pip install --upgrade fsdp-core"],
+        lambda folder: rewrite(folder, lambda c: c.update(format_version=4)),
+        ["format version 4", "pip install --upgrade fsdp-core"],
     ),
     "files that are no safetensors": (
         cut_and_reseal,

@@ -44,9 +44,11 @@ from fsdp_core.checkpoint.storage.recognition import is_checkpoint
 from fsdp_core.checkpoint.storage.writers import new_writer
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
 from fsdp_core.runtime import Runtime
+from fsdp_core.state.digests import digest_of
 from fsdp_core.state.dtype_names import ITEM_BYTES, STORED_NAMES
 from fsdp_core.state.dtypes import DTYPES
 from fsdp_core.state.layout import FlatRange, Part
+from fsdp_core.state.left_out import LeftOut
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = (DOCS / "checkpoint-format.md").read_text(encoding="utf-8")
@@ -145,8 +147,15 @@ def every_tag(runtime: Runtime) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def left_out(_: Runtime) -> dict[str, Any]:
+    base = torch.arange(6.0).reshape(2, 3)
+    absent = LeftOut(shape=(2, 3), dtype=base.dtype, digest=digest_of(base))
+    return {"model": {"wte.weight": absent, "lora.weight": torch.ones(2)}}
+
+
 STATES: dict[str, tuple[Callable[[Runtime], dict[str, Any]], int]] = {
     **{make.__name__: (make, 1) for make in (tied, trained, every_dtype, odd_shapes, odd_names, no_tensors, nothing)},
+    "left_out": (left_out, 2),
     "flat_ranges": (flat_ranges, 3),
     "every_tag": (every_tag, 2),
 }
@@ -157,7 +166,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {}
     for name, (make, ranks) in STATES.items():
         path = tmp_path_factory.mktemp("format") / name
-        aliases = {"model/lm_head.weight": "model/wte.weight"} if make is tied else {}
+        aliases = {"model/lm_head.weight": "model/wte.weight"} if make in (tied, left_out) else {}
 
         def work(runtime: Runtime, path: Path = path, make: Any = make, aliases: Any = aliases) -> None:
             save_alone(path, make(runtime), runtime=runtime, aliases=aliases, versions={"x": "1"})
@@ -221,6 +230,9 @@ def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 def same(ours: Any, theirs: Any) -> bool:
     """Whether two nests are equal, to the bit and to the type, but for what the other reader leaves as text."""
+    if isinstance(ours, SavedTensor) and ours.digest is not None:
+        facts = {"shape": list(ours.shape), "dtype": str(ours.dtype)[6:], "digest": ours.digest}
+        return bool(theirs == ("$left out", facts))
     if isinstance(ours, (SavedTensor, Tensor, np.ndarray)):
         array = (
             ours if isinstance(ours, np.ndarray) else as_array(ours.full() if isinstance(ours, SavedTensor) else ours)
@@ -247,6 +259,17 @@ def same(ours: Any, theirs: Any) -> bool:
     return type(ours) is type(theirs) and (ours == theirs or ours != ours) and str(ours) == str(theirs)
 
 
+@pytest.mark.parametrize("name", DTYPES)
+def test_digests_are_those_that_the_page_describes(name: str) -> None:
+    values = torch.linspace(-3, 90, 3 * 70).reshape(3, 2, 5, 7)
+    tensor = (values > 0) if name == "bool" else values.to(DTYPES[name])
+    raw = tensor.view(torch.int16) if name == "bfloat16" else tensor.view(torch.uint8) if "float8" in name else tensor
+    assert digest_of(tensor) == format_reader.digest(raw.numpy())
+    assert digest_of(tensor[0, 0, 0, 0]) == format_reader.digest(np.array(raw.numpy()[0, 0, 0, 0]))
+    long = torch.arange(2**16 + 5, dtype=torch.int16)
+    assert digest_of(long) == format_reader.digest(long.numpy())
+
+
 def test_places_fit_the_schema(folders: dict[str, Path]) -> None:
     manifest = read_manifest(next(iter(folders.values())))
     places = group_places([("a", "/x")] * manifest.world_size)
@@ -265,7 +288,7 @@ def test_the_independent_reader_reads_the_same(folders: dict[str, Path], name: s
     for key in theirs.manifest["tensors"]:
         whole = theirs.tensor(key)
         assert all(np.array_equal(theirs.element(key, i), whole[i], equal_nan=True) for i in theirs.indices(key))
-    if "model" in nest:
+    if "model" in nest and name != "left_out":  # which is not complete without its base
         weights = load_state_dict(folder)
         assert {f"model/{escaped(fqn)}" for fqn in weights} == {
             key for key in (*theirs.manifest["tensors"], *theirs.manifest["aliases"]) if key.startswith("model/")
@@ -360,6 +383,15 @@ def named(name: str) -> Callable[[dict[str, Any]], None]:
     return change
 
 
+ABSENT = {"shape": [2], "dtype": "float32", "digest": "sum64:0123456789abcdef"}
+
+
+def base_but_for(change: dict[str, Any]) -> dict[str, Any]:
+    """A base with one member changed, or taken out."""
+    base = {"source": None, "tensors": {"model/absent": ABSENT}, **change}
+    return {name: value for name, value in base.items() if value is not ...}
+
+
 BROKEN: dict[str, Callable[[dict[str, Any]], object]] = {
     **{f"without_{field}": (lambda c, field=field: c.pop(field)) for field in SCHEMA["required"][:-1]},
     **{f"shape_{text}": (lambda c, value=value: weight(c).update(shape=value))
@@ -369,7 +401,13 @@ BROKEN: dict[str, Callable[[dict[str, Any]], object]] = {
         ["../x", "/x", "x/", "x//y", "./x", "x/..", "..", ".", "", "x\\y", "C:x", "x\ny", "x\n", "manifest.json",
          "model/../../x", "file:///x", "x\x00"])},
     "other_format": lambda c: c.update(format="other"),
-    "version_3": lambda c: c.update(format_version=3),
+    "version_3_without_base": lambda c: c.update(format_version=3),
+    "version_4": lambda c: c.update(format_version=4),
+    **{f"base_{name}": (lambda c, change=change: c.update(format_version=3, base=base_but_for(change)))
+       for name, change in {"without_source": {"source": ...}, "of_no_type": {"source": {"type": "x", "name": "y"}},
+                            "without_name": {"source": {"type": "hub", "name": ""}}, "empty": {"tensors": {}},
+                            "of_no_digest": {"tensors": {"model/x": {**ABSENT, "digest": "xxh3:0123456789abcdef"}}},
+                            "of_no_dtype": {"tensors": {"model/x": {**ABSENT, "dtype": "float31"}}}}.items()},
     "version_true": lambda c: c.update(format_version=True),
     "version_text": lambda c: c.update(format_version="1"),
     "save_id_short": lambda c: c.update(save_id="0123456789a"),
@@ -441,6 +479,9 @@ BEYOND_THE_SCHEMA: dict[str, Callable[[dict[str, Any]], object]] = {
     "another_size": lambda c: file(c).update(size=file(c)["size"] + 1),
     "another_checksum": lambda c: file(c).update(checksum="xxh3:" + "0" * 16),
     "format_not_first": lambda c: c.update(format=c.pop("format")),
+    "left_out_and_there": lambda c: c.update(
+        format_version=3, base=base_but_for({"tensors": {"model/wte.weight": ABSENT}})
+    ),
 }
 
 
@@ -564,7 +605,7 @@ def test_table_of_dtypes_is_complete() -> None:
 
 def test_the_tables_of_fields_are_those_of_the_schema() -> None:
     assert first_cells(section("The manifest")) == SCHEMA["required"]
-    assert [name for name in SCHEMA["properties"] if name != "places"] == SCHEMA["required"]
+    assert [name for name in SCHEMA["properties"] if name not in ("places", "base")] == SCHEMA["required"]
     definitions = SCHEMA["$defs"]
     tensors = first_cells(section("Tensors and chunks"))
     assert tensors == definitions["tensor"]["required"] + definitions["chunk"]["required"]

@@ -9,7 +9,7 @@ from torch import nn
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.plugins import registry
-from fsdp_core.plugins.discovery import BrokenPlugin
+from fsdp_core.plugins.discovery import BrokenPlugin, Provider
 from fsdp_core.rehearsal.candidates import Candidate, candidates_for
 from fsdp_core.rehearsal.choosing import choose
 from fsdp_core.rehearsal.planning import Outcome
@@ -76,8 +76,7 @@ def test_what_was_left_out_is_said_with_the_choice() -> None:
 
 
 def test_a_package_that_does_not_load_is_no_candidate_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    provider = next(iter(registry.strategies().values())).name
-    broken = BrokenPlugin(name="c", provider=registry.provider(provider), error=ImportError("no libc.so"))
+    broken = BrokenPlugin(name="c", provider=Provider(name="fsdp-c", version="1.0"), error=ImportError("no libc.so"))
     monkeypatch.setattr(registry, "broken", lambda: (broken,))
     _, refused = candidates_for(2, nn.Linear(2, 2))
     assert refused["c"].endswith("failed to load: ImportError: no libc.so")

@@ -95,8 +95,8 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], object], str]] = {
     "a foreign folder": (lambda f: become(f, None), "is not a checkpoint of this format"),
     "an interrupted save": (lambda f: (f / "manifest.json").unlink(), "interrupted before it was committed"),
     "a newer version": (
-        lambda f: rewrite(f, lambda content: content.update(format_version=3)),
-        "has format version 3, and this fsdp-core reads version 1 to 2: pip install --upgrade fsdp-core",
+        lambda f: rewrite(f, lambda content: content.update(format_version=4)),
+        "has format version 4, and this fsdp-core reads version 1 to 3: pip install --upgrade fsdp-core",
     ),
     "a changed manifest": (lambda f: flip(f / "manifest.json", 400), "can't read"),
     "a hole": (
@@ -229,8 +229,8 @@ def test_inspect_as_json(folder: Path) -> None:
     seen = json.loads(run("inspect", folder, "--json").stdout)
     manifest = read_manifest(folder)
     assert list(seen) == [
-        "path", "format_version", "save_id", "created", "strategy", "world_size", "versions", "places", "bytes",
-        "parts", "tensors", "aliases", "plain", "files",
+        "path", "format_version", "save_id", "created", "strategy", "world_size", "versions", "places", "base",
+        "bytes", "parts", "tensors", "aliases", "plain", "files",
     ]  # fmt: skip
     assert seen["save_id"] == manifest.save_id
     assert (seen["strategy"], seen["world_size"], seen["path"]) == ("test", 1, str(folder))
@@ -293,7 +293,7 @@ def test_verify_a_whole_checkpoint(by_ranks: dict[int, Path], ranks: int) -> Non
     assert f"{by_ranks[ranks]} is whole: " in run("verify", by_ranks[ranks]).stdout
     assert run("verify", by_ranks[ranks], "--quiet").output == ""
     seen = json.loads(run("verify", by_ranks[ranks], "--json").stdout)
-    assert list(seen) == ["path", "files", "bytes", "faults", "elsewhere"]
+    assert list(seen) == ["path", "files", "bytes", "faults", "left_out", "elsewhere"]
     assert seen["faults"] == {}
 
 

@@ -22,6 +22,7 @@ def test_features_come_in_this_order() -> None:
         "FitChecks",  # before anything is done to the module
         "MetricsOverData",
         "CallbacksOverShards",
+        "BaseOfFrozen",
         "ExactResume",  # after all that may draw random numbers as training starts
         "LateParamGroups",
     ]

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+import fsdp_core
 from fsdp_core.cli.prove import prove
 from fsdp_core.errors import ShardingError
 from fsdp_core.proving.batches import batches_of_one_size, join_batches
@@ -160,6 +161,18 @@ class Normalised(Net):
 class CountsItsOwn(Net):
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(logits, y, ignore_index=3)
+
+
+class CountsAll(Net):
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        return fsdp_core.token_mean(F.cross_entropy(logits, y, ignore_index=3, reduction="sum"), y != 3)
+
+
+class DividesByAll(Net):
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        total = F.cross_entropy(logits, y, ignore_index=3, reduction="sum")
+        everywhere: Any = self.all_gather((y != 3).sum())
+        return total / everywhere.sum()
 
 
 class Sums(Net):
@@ -411,13 +424,19 @@ def test_random_numbers_of_a_step_can_not_be_told() -> None:
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", [AsksForSums, StepsByItself, DrawsNoise])
+@pytest.mark.parametrize("module", [AsksForSums, CountsAll, StepsByItself, DrawsNoise])
 def test_a_strategy_is_compared_with_what_can_be_played(module: Callable[[], pl.LightningModule]) -> None:
     proof = prove_fit(new_fit(module), only="ddp", options={})
     assert proof.rows[1].verdict == "same", proof.rows[1].words
     assert not proof.differences()
     assert proof.rows[1].with_what == ("ranks in turn" if module is DrawsNoise else "whole batch")
     assert (proof.rows[0].verdict == "same") == (module is not DrawsNoise)
+
+
+def test_a_sum_that_is_divided_by_the_count_of_all_ranks() -> None:
+    row = prove_fit(new_fit(DividesByAll), only="ddp", options={}).rows[1]
+    assert (row.verdict, row.cause, row.with_what) == ("differs", "divided", "whole batch"), row.words
+    assert_says(row.words, "gradients are 0.5 of those of the whole batch")
 
 
 def test_only_what_is_installed_is_tried() -> None:
@@ -463,13 +482,14 @@ def test_processes_end_with_an_interrupted_call() -> None:
         os.kill(os.getppid(), signal.SIGINT)
         time.sleep(300)
 
+    others = {child.pid for child in multiprocessing.active_children()}  # of other tests
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
             call_in_fork(interrupt)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert not multiprocessing.active_children()
+    assert {child.pid for child in multiprocessing.active_children()} <= others
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

@@ -25,6 +25,20 @@ def plan(prefix: str) -> dict[str, dict[str, ParallelStyle]]:
 _REPLICATED: Mapping[str, Any] = {"data_parallel_replicate_size": 2}
 _TENSOR: Mapping[str, Any] = {"tensor_parallel_size": 2}
 
+
+def plan_of_experts(prefix: str) -> dict[str, dict[str, str]]:
+    """The experts of the net whose options are drawn."""
+    return {"expert_parallel_plan": {f"{prefix}mixture": "top_k"}}
+
+
+_EXPERTS: Mapping[str, Any] = {"expert_parallel_size": 2}
+
+#: Of a net with experts, which most of the suite's nets have not.
+MESHES_OF_EXPERTS: Mapping[str, DeclaredMesh] = {
+    "experts 2 of 4": DeclaredMesh(ranks=4, options=_EXPERTS, plan=plan_of_experts),
+    "replicate 2 x experts 2": DeclaredMesh(ranks=4, options={**_REPLICATED, **_EXPERTS}, plan=plan_of_experts),
+}
+
 MESHES: Mapping[str, DeclaredMesh] = {
     **LINES,
     "replicate 2 x shard 2": DeclaredMesh(ranks=4, options=_REPLICATED),

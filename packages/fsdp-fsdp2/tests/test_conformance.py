@@ -6,14 +6,14 @@ from typing import ClassVar
 
 from torch.distributed.fsdp import FSDPModule
 
-from declared_meshes import MESHES
+from declared_meshes import MESHES, MESHES_OF_EXPERTS
 from fsdp_core.testing.meshes import DeclaredMesh
 from fsdp_core.testing.suite import PresetSuite, StrategySuite
 
 
 class TestFSDP2(StrategySuite):
     strategy = "fsdp2"
-    meshes = MESHES
+    meshes: ClassVar = {**MESHES, **MESHES_OF_EXPERTS}
     own_step_options: ClassVar = {
         "replicate 2 x shard 2": MESHES["replicate 2 x shard 2"],
         "resharded over 2 of 4 ranks": DeclaredMesh(ranks=4, options={"reshard_after_forward": 2}),

@@ -355,6 +355,50 @@ def losses_by_hand() -> Any:
     )
 
 
+def ragged_batches() -> list[dict[str, Tensor]]:
+    """Batches of which each row has another number of labels."""
+    found = batches(2)
+    for number, batch in enumerate(found):
+        for row in range(ROWS):
+            batch["labels"][row, 1 + (row + number) % 4 :] = -100
+    return found
+
+
+def token_means_on_parts() -> Trained:
+    """A step of two micro-batches on two data-parallel ranks, each with two context-parallel ones."""
+    fabric = new_fabric("fsdp2", 4, {"context_parallel_size": 2, "data_parallel_size": 2})
+    strategy: Any = fabric.strategy
+    net = new_net()
+    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    means = []
+    for number, batch in enumerate(ragged_batches()):
+        own = {key: value.chunk(2)[strategy.runtime.data_parallel_rank] for key, value in batch.items()}
+        part = strategy.split_batch(fabric.to_device(own))
+        with fabric.no_backward_sync(model, enabled=number == 0):
+            losses = functional.cross_entropy(
+                model(part["ids"]).flatten(0, 1), part["labels"].flatten(), reduction="none"
+            )
+            loss = fsdp_core.token_mean(losses, part["labels"].flatten() != -100, accumulated=True)
+            fabric.backward(loss)
+        means.append(loss.item())
+    optimizer.step()
+    return means, full_state(strategy)
+
+
+def test_token_means_are_over_data_and_parts(ranks: RankPool) -> None:
+    net = new_net()
+    optimizer = oracle.sgd(net)
+    totals, counts = [], []
+    for batch in ragged_batches():
+        logits = net(batch["ids"]).flatten(0, 1)
+        totals.append(functional.cross_entropy(logits, batch["labels"].flatten(), reduction="sum"))
+        counts.append(int((batch["labels"] != -100).sum()))
+    (sum(totals) / sum(counts)).backward()
+    optimizer.step()
+    want = [float(total) / count for total, count in zip(totals, counts, strict=True)], net.state_dict()
+    assert_trained_alike(ranks.run(4, token_means_on_parts), want)
+
+
 class SeesAll(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + 0 * functional.scaled_dot_product_attention(x, x, x)

@@ -19,7 +19,7 @@ import fsdp_core
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.testing import RankPool, oracle, short_runs
 from fsdp_core.testing.refusals import assert_says, refusal
-from fsdp_core.testing.short_runs import assert_close_by_name, run_steps
+from fsdp_core.testing.short_runs import assert_close_by_name, assert_trained_alike, run_steps
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.training import Lit, new_fabric, new_trainer, whole_batches
 from mesh_runs import (
@@ -507,3 +507,33 @@ def test_data_sampler(ranks: RankPool) -> None:
 def test_a_data_sampler_of_nemo_is_named() -> None:
     with pytest.raises(UnsupportedCapabilityError, match=r"Write data_sampler=data_sampler\.transform_dataloader"):
         fsdp_core.resolve("fsdp2", "trainer")(data_sampler=Backwards())
+
+
+def token_means_on(mesh: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """A step of two micro-batches whose ranks have different numbers of tokens."""
+    fabric, _, model, optimizer = set_up_on(mesh)
+    means = []
+    for number, batch in enumerate(oracle.global_batches(2)):
+        x, y = own_part(fabric, batch)
+        with fabric.no_backward_sync(model, enabled=number == 0):
+            loss = fsdp_core.token_mean((model(x) - y).square(), y > (0.3, 1.0)[number], accumulated=True)
+            fabric.backward(loss)
+        means.append(loss.item())
+    fabric.clip_gradients(model, optimizer, max_norm=0.05)
+    optimizer.step()
+    return means, full_state(fabric.strategy)
+
+
+@pytest.mark.parametrize("mesh", ["replicate 2 x shard 2", "shard 2 x tensor 2"])
+def test_means_are_over_the_tokens_of_ranks_with_other_data(ranks: RankPool, mesh: str) -> None:
+    net = oracle.new_net(width=WIDTH)
+    optimizer = oracle.sgd(net)
+    counted = [
+        (net(x) - y).square()[y > threshold]
+        for (x, y), threshold in zip(oracle.global_batches(2), (0.3, 1.0), strict=True)
+    ]
+    (sum(losses.sum() for losses in counted) / sum(losses.numel() for losses in counted)).backward()
+    nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+    optimizer.step()
+    want = [losses.mean().item() for losses in counted], net.state_dict()
+    assert_trained_alike(ranks.run(4, token_means_on, mesh), want)

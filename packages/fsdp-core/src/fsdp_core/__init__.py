@@ -53,8 +53,9 @@ if TYPE_CHECKING:
     from fsdp_core.plugins.strategy_info import Option, StrategyInfo
     from fsdp_core.runtime import ProcessGroupRuntime, ReduceOp, Runtime
     from fsdp_core.sharding.backend import Backend
-    from fsdp_core.sharding.sequence import gather_sequence, sequence_positions, shift_labels, token_mean
+    from fsdp_core.sharding.sequence import gather_sequence, sequence_positions, shift_labels
     from fsdp_core.sharding.sharded import Sharded
+    from fsdp_core.sharding.token_mean import token_mean
     from fsdp_core.state.random_state import RandomState
 
     __version__: str
@@ -130,7 +131,7 @@ _HOMES = {
     "shift_labels": "sharding.sequence",
     "strategies": "plugins.registry",
     "stream_weights": "lightning.outside_steps.weight_stream",
-    "token_mean": "sharding.sequence",
+    "token_mean": "sharding.token_mean",
     "wrap": "initialization.wrap",
 }
 

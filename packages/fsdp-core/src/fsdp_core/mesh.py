@@ -11,9 +11,17 @@ from fsdp_core.errors import UnsupportedCapabilityError
 
 __all__ = ["DATA_AXES", "GRADIENT_AXES", "MESH_AXES", "Mesh", "MeshAxis"]
 
-MeshAxis = Literal["data_parallel_replicate", "data_parallel", "context_parallel", "tensor_parallel"]
+MeshAxis = Literal[
+    "data_parallel_replicate",
+    "data_parallel",
+    "expert_data_parallel",
+    "expert_parallel",
+    "context_parallel",
+    "tensor_parallel",
+]
 
-#: All axes, the outermost first.
+#: All axes, the outermost first. ``"data_parallel"`` consists of ``"expert_data_parallel"`` and, inside of it,
+#: ``"expert_parallel"``, which are not named again.
 MESH_AXES: tuple[MeshAxis, ...] = ("data_parallel_replicate", "data_parallel", "context_parallel", "tensor_parallel")
 
 #: The axes along which ranks get different batches.
@@ -30,14 +38,19 @@ class Mesh:
     Ranks are numbered in row-major order, the last axis innermost: tensor-parallel peers, which communicate most, are
     neighbours on a host.
 
+    Expert parallelism adds no ranks: :attr:`expert_parallel` neighbours among the data-parallel ranks divide experts
+    among them, and the :attr:`expert_data_parallel` ranks that have the same experts shard these.
+
     Attributes:
         data_parallel_replicate: Replicas of the model. They get different batches.
         data_parallel: Ranks that shard parameters, gradients and optimizer state among them, and get different batches.
         context_parallel: Ranks that divide a batch along its sequence dimension.
         tensor_parallel: Ranks that divide the computation of a layer among them, for the same batch.
+        expert_parallel: Data-parallel ranks that divide the experts of a layer among them; a divisor of
+            :attr:`data_parallel`.
 
     Raises:
-        UnsupportedCapabilityError: A size is not a positive integer.
+        UnsupportedCapabilityError: A size is not a positive integer, or ``expert_parallel`` is no such divisor.
 
     Example:
         >>> mesh = Mesh(data_parallel=2, tensor_parallel=2)
@@ -45,16 +58,32 @@ class Mesh:
         (4, 1, (1, 3))
         >>> mesh.described()
         'data_parallel 2 × tensor_parallel 2'
+        >>> mesh = Mesh(data_parallel=4, expert_parallel=2)
+        >>> mesh.peers(3, ("expert_parallel",)), mesh.peers(3, ("expert_data_parallel",)), mesh.described()
+        ((2, 3), (1, 3), 'data_parallel 4, of which expert_parallel 2')
     """
 
     data_parallel_replicate: int = 1
     data_parallel: int = 1
     context_parallel: int = 1
     tensor_parallel: int = 1
+    expert_parallel: int = 1
 
     def __post_init__(self) -> None:
         for field in fields(self):
             _check_size(field.name, getattr(self, field.name))
+        if self.data_parallel % self.expert_parallel:
+            raise UnsupportedCapabilityError(
+                f"expert_parallel_size={self.expert_parallel} does not divide the {_ranks(self.data_parallel)} of "
+                "data_parallel_size, among which experts are divided.\n"
+                f"Write a divisor of {self.data_parallel}, such as expert_parallel_size="
+                f"{max(n for n in range(1, self.expert_parallel) if not self.data_parallel % n)}."
+            )
+
+    @property
+    def expert_data_parallel(self) -> int:
+        """The number of data-parallel ranks of a replica that have the same experts, and shard these."""
+        return self.data_parallel // self.expert_parallel
 
     @classmethod
     def of(
@@ -65,6 +94,7 @@ class Mesh:
         data_parallel_replicate_size: int | Literal["auto"] = "auto",
         context_parallel_size: int | Literal["auto"] = "auto",
         tensor_parallel_size: int | Literal["auto"] = "auto",
+        expert_parallel_size: int | Literal["auto"] = "auto",
     ) -> Mesh:
         """The mesh of so many ranks with these sizes.
 
@@ -74,9 +104,11 @@ class Mesh:
             data_parallel_replicate_size: As :attr:`data_parallel_replicate`; ``"auto"`` for 1.
             context_parallel_size: As :attr:`context_parallel`; ``"auto"`` for 1.
             tensor_parallel_size: As :attr:`tensor_parallel`; ``"auto"`` for 1.
+            expert_parallel_size: As :attr:`expert_parallel`; ``"auto"`` for 1.
 
         Raises:
-            UnsupportedCapabilityError: The sizes don't multiply to ``world_size``.
+            UnsupportedCapabilityError: The sizes don't multiply to ``world_size``, or the experts' does not divide that
+                of data-parallel ranks.
 
         Example:
             >>> Mesh.of(4, tensor_parallel_size=2).data_parallel
@@ -115,7 +147,8 @@ class Mesh:
                 f"{', '.join(size_texts)} {'is' if len(size_texts) == 1 else 'are'} for {_ranks(product)}, and there "
                 f"{'is' if world_size == 1 else 'are'} {world_size}.\n{instead}; or start {_ranks(product)}."
             )
-        return cls(**sizes)
+        experts = 1 if expert_parallel_size == "auto" else _check_size("expert_parallel_size", expert_parallel_size)
+        return cls(**sizes, expert_parallel=experts)
 
     @property
     def world_size(self) -> int:
@@ -137,7 +170,9 @@ class Mesh:
     def groups(self, axes: tuple[MeshAxis, ...]) -> Iterator[tuple[int, ...]]:
         """All groups of peers along some axes, by their lowest ranks."""
         grouped_ranks: set[int] = set()
-        strides = dict(zip(MESH_AXES, self._strides(), strict=True))
+        strides: dict[MeshAxis, int] = dict(zip(MESH_AXES, self._strides(), strict=True))
+        strides["expert_parallel"] = strides["data_parallel"]
+        strides["expert_data_parallel"] = strides["data_parallel"] * self.expert_parallel
         for first in range(self.world_size):
             if first not in grouped_ranks:
                 group = [first]
@@ -154,7 +189,9 @@ class Mesh:
     def described(self) -> str:
         """The axes with more than one rank, and their sizes, in words."""
         sizes = [f"{axis} {getattr(self, axis)}" for axis in MESH_AXES if getattr(self, axis) > 1]
-        return " × ".join(sizes) or "data_parallel 1"
+        described = " × ".join(sizes) or "data_parallel 1"
+        experts = f", of which expert_parallel {self.expert_parallel}" if self.expert_parallel > 1 else ""
+        return described + experts
 
 
 def _check_size(name: str, size: object) -> int:

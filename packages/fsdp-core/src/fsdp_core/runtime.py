@@ -162,6 +162,13 @@ class Runtime(ABC):
             "Leave the sizes of the mesh out, or use a strategy whose ranks are processes of torch.distributed."
         )
 
+    def in_graph(self) -> Runtime:
+        """The same ranks, for reductions in a training step, which wait for no values where that can be avoided.
+
+        A library that records a step as one program overrides it; this default returns the runtime itself.
+        """
+        return self
+
     @property
     def data_parallel_rank(self) -> int:
         """This rank's index among the ranks that get different batches."""

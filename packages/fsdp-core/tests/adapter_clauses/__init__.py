@@ -11,6 +11,7 @@ from adapter_clauses.bad_options import BadOptionsSuite
 from adapter_clauses.exceptions import ExceptionsOfAdaptersSuite
 from adapter_clauses.fabric_checkpoints import FabricFilesSuite
 from adapter_clauses.finite_gradients import FiniteGradientsSuite
+from adapter_clauses.frozen_parameters import FrozenParametersOfAdaptersSuite
 from adapter_clauses.launching import LaunchingSuite
 from adapter_clauses.lightning_regressions import LightningToolsSuite
 from adapter_clauses.loader_positions import LoaderPositionsSuite
@@ -20,6 +21,7 @@ from adapter_clauses.preemption import PreemptionSuite
 from adapter_clauses.resource_leaks import LeftoversOfSavesSuite
 from adapter_clauses.resume_moments import ResumeMomentsSuite
 from adapter_clauses.scattered_saves import ScatteredSavesSuite
+from adapter_clauses.token_means import TokenMeansOfAdaptersSuite
 from adapter_clauses.trainer_checkpoints import CheckpointFilesSuite
 from adapter_clauses.users_checkpoint_io import UsersCheckpointIOSuite
 
@@ -37,8 +39,10 @@ class AdapterSuite(
     UsersCheckpointIOSuite,
     CheckpointFilesSuite,
     FabricFilesSuite,
+    FrozenParametersOfAdaptersSuite,
     FiniteGradientsSuite,
     LoopsOfAdaptersSuite,
+    TokenMeansOfAdaptersSuite,
     LightningToolsSuite,
     ExceptionsOfAdaptersSuite,
     LeftoversOfSavesSuite,

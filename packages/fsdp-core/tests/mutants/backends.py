@@ -606,6 +606,17 @@ class WrappedNames(LoopbackSharded):
         return {f"wrapped.{name}": value for name, value in super().model_state().items()}
 
 
+@backend("frozen_as_built")
+class FrozenAsBuilt(LoopbackSharded):
+    """Loads nothing into frozen parameters, since they were not trained."""
+
+    def load_model_state(self, state: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        kept = {parameter: parameter.detach().clone() for parameter in self.layout() if not parameter.requires_grad}
+        super().load_model_state(state, *args, **kwargs)
+        for parameter, value in kept.items():
+            parameter.data.copy_(value)
+
+
 @backend("buffer_not_saved")
 class WithoutBuffers(LoopbackSharded):
     def model_state(self) -> dict[str, Any]:

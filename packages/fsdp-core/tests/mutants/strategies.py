@@ -152,6 +152,33 @@ class PadsPredictions(LoopbackTrainerStrategy):
         return super().process_dataloader(padded if self.lightning_module.trainer.predicting else dataloader)
 
 
+class CountsOwnTokens(LoopbackFabricStrategy):
+    """Weighs a loss by the tokens of each rank alone."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        token_means: Any = self.token_means
+        token_means.sum_over_ranks = lambda tensor: tensor * 2
+
+
+class WeighsMicroBatchesAlike(LoopbackTrainerStrategy):
+    """Leaves the gradients of a step's micro-batches relative to the tokens of the first."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        token_means: Any = self.token_means
+        token_means.after_backward = lambda: None
+
+
+class ForgetsTokens(LoopbackTrainerStrategy):
+    """Resumes amid a step without the numbers of tokens that its gradients are of."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        token_means: Any = self.token_means
+        token_means.load_state = lambda *_: None
+
+
 #: Where the fault is not the backend's.
 FABRICS: dict[str, type[LoopbackFabricStrategy]] = {
     "ranks_not_compared": ComparesNothing,
@@ -162,6 +189,7 @@ FABRICS: dict[str, type[LoopbackFabricStrategy]] = {
     "pieces_unguarded": GuardsNothing,
     "saved_apart": SavesApart,
     "models_kept": KeepsItsModels,
+    "tokens_of_own": CountsOwnTokens,
 }
 TRAINERS: dict[str, type[LoopbackTrainerStrategy]] = {
     "random_numbers_not_restored": ForgetsRandomNumbers,
@@ -172,6 +200,8 @@ TRAINERS: dict[str, type[LoopbackTrainerStrategy]] = {
     "pieces_shown": ShowsPieces,
     "rates_not_compared": ComparesRatesOnce,
     "predictions_padded": PadsPredictions,
+    "micro_batches_weighed_alike": WeighsMicroBatchesAlike,
+    "tokens_not_restored": ForgetsTokens,
 }
 
 for _fault in CAUGHT:

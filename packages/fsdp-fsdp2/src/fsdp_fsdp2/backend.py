@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -52,7 +53,10 @@ from fsdp_fsdp2.computation.prefetch_and_reshard import (
     reshards,
 )
 from fsdp_fsdp2.context_parallel.attention_and_losses import ContextParallel, check_splittable
-from fsdp_fsdp2.meshes import check_sync, device_mesh, sharding_mesh
+from fsdp_fsdp2.expert_parallel.plans import Contract, check_combination, check_units, experts_of
+from fsdp_fsdp2.expert_parallel.sharding import divide_experts, sharded_dim, sharded_dim_of
+from fsdp_fsdp2.expert_parallel.tokens import ExpertForward
+from fsdp_fsdp2.meshes import check_sync, device_mesh, expert_sharding_mesh, sharding_mesh
 from fsdp_fsdp2.options import FSDP2Options
 from fsdp_fsdp2.sharded import FSDP2Sharded
 from fsdp_fsdp2.tensor_parallel.model_plans import own_plan, own_units
@@ -79,6 +83,7 @@ from fsdp_fsdp2.user_sharding.takeover import (
     check_no_context_parallel,
     check_not_run,
     check_reduces,
+    innermost_first,
     is_divided,
     is_sharded_by_user,
     refuse_dtensors_outside_units,
@@ -107,10 +112,20 @@ class FSDP2Backend(Backend):
         self.context_parallel_dims = options.context_parallel_dims
         self._device_mesh: DeviceMesh | None = None
         self._sharding_mesh: DeviceMesh | None = None
+        self._expert_mesh: DeviceMesh | None = None
 
     def mesh(self, world_size: int) -> Mesh:
         mesh = Mesh.of(world_size, **self.options.sizes)
         check_sync(self.options.sync_each_batch, mesh)
+        reshard = self.options.reshard_after_forward
+        check_combination(
+            mesh,
+            {
+                "compile": self.options.compile,
+                "parallelize_fn": self.options.parallelize_fn,
+                "reshard_after_forward": reshard if type(reshard) is int else None,
+            },
+        )
         check_float8(self.options.float8, self.options.float8_filter, mesh.tensor_parallel > 1)
         return mesh
 
@@ -132,6 +147,13 @@ class FSDP2Backend(Backend):
         if self._sharding_mesh is None:
             self._sharding_mesh = sharding_mesh(self.device_mesh, self.runtime.mesh)
         return self._sharding_mesh
+
+    @property
+    def _fsdp_mesh_of_experts(self) -> DeviceMesh:
+        """The axes that ``fully_shard`` shards and replicates experts over that are divided along another axis."""
+        if self._expert_mesh is None:
+            self._expert_mesh = expert_sharding_mesh(self.device_mesh, self.runtime.mesh)
+        return self._expert_mesh
 
     def sharding_config(self) -> dict[str, Any]:
         function = self.options.parallelize_fn
@@ -166,9 +188,25 @@ class FSDP2Backend(Backend):
     def plan(self, module: nn.Module) -> ShardingPlan:
         plan = super().plan(module)
         if not is_sharded_by_user(module):
-            return plan
+            return self._with_sizes_of_experts(plan)
         parameters = {name: replace(p, local_numel=None) for name, p in plan.parameters.items()}
         return replace(plan, parameters=parameters)  # the user may have sharded along any axis
+
+    def _with_sizes_of_experts(self, plan: ShardingPlan) -> ShardingPlan:
+        """The plan with the number of elements that this rank keeps of experts' parameters."""
+        experts = plan.details.get(_EXPERTS, {})
+        mesh = self.runtime.mesh
+        axes: tuple[MeshAxis, ...] = ("expert_data_parallel", "context_parallel")
+        ranks, index = mesh.size(axes), mesh.coordinate(self.runtime.rank, axes)
+
+        def resized(parameter: ParameterPlan) -> ParameterPlan:
+            shape = (parameter.shape[0] // mesh.expert_parallel, *parameter.shape[1:])
+            length = shape[sharded_dim(shape, ranks)]
+            local_numel = _local_length(length, ranks, index) * math.prod(shape) // length
+            return replace(parameter, local_numel=local_numel, divided_by=mesh.expert_parallel)
+
+        parameters = {name: resized(p) if p.unit in experts else p for name, p in plan.parameters.items()}
+        return replace(plan, parameters=parameters)
 
     def check_shardable(self, module: nn.Module) -> None:
         super().check_shardable(module)
@@ -205,7 +243,16 @@ class FSDP2Backend(Backend):
         if users_units or self.options.parallelize_fn is not None or isinstance(module, FSDPModule):
             return users_units
         models_units = own_units(module) if self.options.auto_wrap_policy == "auto" else None
-        return select_units(module, self.options.auto_wrap_policy) if models_units is None else models_units
+        units = select_units(module, self.options.auto_wrap_policy) if models_units is None else models_units
+        experts = {name: module.get_submodule(name) for name in self._contracts_of_experts(module)}
+        check_units(units, experts)
+        chosen = {*units, *experts.values()}
+        return [part for part in innermost_first(module, set()) if part in chosen] if experts else units
+
+    def _contracts_of_experts(self, module: nn.Module) -> dict[str, Contract]:
+        """The submodules whose experts are divided, by name, and how each is called."""
+        size = self.runtime.mesh.expert_parallel
+        return experts_of(module, self.options.expert_parallel_plan, size) if size > 1 else {}
 
     def replicated(self, module: nn.Module) -> list[nn.Parameter]:
         compute = self._mp_policy().param_dtype
@@ -234,6 +281,7 @@ class FSDP2Backend(Backend):
         resharding = reshards(policy, module, units, ranks, self.runtime.mesh.tensor_parallel)
         return {
             _STYLE: {} if is_by_function else self._styles(module),
+            _EXPERTS: {} if is_by_function else self._contracts_of_experts(module),
             _RESHARDING: {names[unit]: value for unit, value in resharding.items()},
             _PLACEMENTS: {
                 clean_name(name): f"{parameter.placements} of {tuple(parameter.device_mesh.shape)}"
@@ -251,9 +299,7 @@ class FSDP2Backend(Backend):
         numels = []
         for parameter in parameters:
             rows = parameter.shape[0]
-            rows_per_rank = -(-rows // ranks)  # rounded up, as in torch.chunk: the last ranks have less, or nothing
-            local_rows = max(0, min(rows_per_rank, rows - index * rows_per_rank))
-            numels.append(local_rows * (parameter.numel // rows))
+            numels.append(_local_length(rows, ranks, index) * (parameter.numel // rows))
         return numels
 
     def _styles(self, module: nn.Module) -> dict[str, ParallelStyle]:
@@ -334,6 +380,12 @@ class FSDP2Backend(Backend):
         ties = [[_find_owner(module, name) for name in tied] for tied in plan.ties()] if styles else []
         units = plan.split_by_unit(module)
         unit_modules = [unit.module for unit in units[:-1]]
+        experts = {module.get_submodule(name): name for name in plan.details[_EXPERTS]}
+        for part, name in experts.items():
+            group = self.device_mesh["expert_parallel"].get_group()
+            part.forward = ExpertForward(
+                part, plan.details[_EXPERTS][name], name, group, is_rehearsed=self.runtime.is_rehearsed
+            )
         if not is_by_function:
             self._wrap_forward(module, plan, unit_modules)
         for unit in units:
@@ -352,10 +404,14 @@ class FSDP2Backend(Backend):
                 tensor_parallelize(unit.own, styles, self.device_mesh["tensor_parallel"])
                 ties_of_unit = [owners for owners in ties if _first_module_of(owners) in unit.own]
                 tie_again(ties_of_unit, module)
+            if unit.module in experts:
+                divide_experts(unit.module, self.device_mesh["expert_parallel"])
             if unit.module in styles:
                 return_no_view(unit.module)
             if not isinstance(unit.module, FSDPModule):  # otherwise the user has applied fully_shard to it
-                self._fully_shard(unit, plan.details[_RESHARDING][names[unit.module]])
+                self._fully_shard(
+                    unit, plan.details[_RESHARDING][names[unit.module]], holds_experts=unit.module in experts
+                )
                 _free_replaced(unsharded_params - unit.parameters())
                 for owner, name, attributes in users_attributes:
                     vars(getattr(owner, name)).update(attributes)
@@ -377,9 +433,15 @@ class FSDP2Backend(Backend):
             StepInputs(module, [part for part in units[-1].own if part is not module], policy.param_dtype)
         return sharded
 
-    def _fully_shard(self, unit: UnitModules, reshard: bool | int | None) -> None:
+    def _fully_shard(self, unit: UnitModules, reshard: bool | int | None, *, holds_experts: bool) -> None:
         """Apply ``fully_shard`` to a unit, except for the parameters that stay whole."""
         policy = self._mp_policy()
+        mesh = self._fsdp_mesh_of_experts if holds_experts else self._fsdp_mesh
+        placement = None
+        if holds_experts:
+            placement = sharded_dim_of(self.runtime.mesh.size(("expert_data_parallel", "context_parallel")))
+            # what the unit around computes in, such as weights of a router in fp32, goes to experts and back as it is
+            policy = replace(policy, cast_forward_inputs=False, output_dtype=None)
         unsharded = unit.replicated() | set(filter(is_unshardable, unit.parameters()))
         sharded = unit.parameters() - unsharded
         if any(parameter.is_complex() for parameter in sharded):  # torch would fail to reduce them in a real dtype
@@ -387,8 +449,9 @@ class FSDP2Backend(Backend):
         with chunks_when_used():
             fully_shard(
                 unit.module,
-                mesh=self._fsdp_mesh,
+                mesh=mesh,
                 reshard_after_forward=reshard,
+                shard_placement_fn=placement,
                 mp_policy=policy,
                 offload_policy=self._offload_policy(),
                 ignored_params=unsharded or None,
@@ -420,9 +483,18 @@ class FSDP2Backend(Backend):
 _OPTIONS_BESIDE_UNITS = ("activation_checkpointing_policy", "activation_checkpointing_saves")
 
 
-#: The keys of the plan's details: the style of each divided layer, whether each unit reshards, and the placements and
-#: shape of mesh of each parameter that the user has sharded.
-_STYLE, _RESHARDING, _PLACEMENTS = "tensor-parallel style", "resharding", "placement"
+#: The keys of the plan's details: the style of each divided layer, how experts that are divided are called, whether
+#: each unit reshards, and the placements and shape of mesh of each parameter that the user has sharded.
+_STYLE, _EXPERTS, _RESHARDING, _PLACEMENTS = "tensor-parallel style", "experts", "resharding", "placement"
+
+
+def _local_length(length: int, ranks: int, index: int) -> int:
+    """The part of a dimension that a rank keeps.
+
+    Rounded up, as in :func:`torch.chunk`: the last ranks have less, or nothing.
+    """
+    length_per_rank = -(-length // ranks)
+    return max(0, min(length_per_rank, length - index * length_per_rank))
 
 
 def _check_sharded_by_user(module: nn.Module) -> None:

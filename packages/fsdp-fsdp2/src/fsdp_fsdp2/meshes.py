@@ -18,10 +18,15 @@ __all__ = [
     "check_sized",
     "check_sync",
     "device_mesh",
+    "expert_sharding_mesh",
     "ranks_along",
     "sharding_mesh",
     "sizes_by_position",
 ]
+
+
+#: The axes of the device mesh that data-parallel ranks have where experts are divided among them.
+_PARTS_OF_DATA_PARALLEL: tuple[MeshAxis, MeshAxis] = ("expert_data_parallel", "expert_parallel")
 
 
 class AxesMesh(DeviceMesh):
@@ -29,13 +34,24 @@ class AxesMesh(DeviceMesh):
 
     So ``mesh["tensor_parallel"].size()`` is 1 without tensor parallelism, as in Lightning's ``ModelParallelStrategy``.
     A rank may look an axis up by itself, however often.
+
+    Where experts are divided, it has ``expert_data_parallel`` and ``expert_parallel`` in the place of
+    ``data_parallel``, which can be looked up.
+
+    Attributes:
+        data_parallel: These two axes as one; ``None`` without divided experts.
     """
+
+    data_parallel: DeviceMesh | None = None
 
     _meshes_of_one_rank: dict[tuple[str, ...], DeviceMesh] | None = None
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         axes = (names,) if isinstance(names, str) else tuple(names)
-        of_one_rank = [name for name in axes if name in MESH_AXES and name not in (self.mesh_dim_names or ())]
+        if self.data_parallel is not None and axes == ("data_parallel",):
+            return self.data_parallel
+        axes_with_ranks = (*(self.mesh_dim_names or ()), *([] if self.data_parallel is None else ["data_parallel"]))
+        of_one_rank = [name for name in axes if name in MESH_AXES and name not in axes_with_ranks]
         if not of_one_rank:
             return super().__getitem__(names)
         remaining = tuple(name for name in axes if name not in of_one_rank)
@@ -75,12 +91,30 @@ def sharding_mesh(mesh: DeviceMesh, axes: Mesh) -> DeviceMesh:
         mesh: The mesh of all ranks.
         axes: Its sizes.
     """
+    data_axes = ("data_parallel",) if axes.expert_parallel == 1 else _PARTS_OF_DATA_PARALLEL
     shards = mesh["data_parallel"]
     if axes.context_parallel > 1:
-        shards = joined_axes(mesh["data_parallel", "context_parallel"], "data_and_context_parallel")
-    if axes.data_parallel_replicate == 1:
-        return shards
-    return side_by_side(mesh["data_parallel_replicate"], shards, mesh)
+        shards = joined_axes(mesh[(*data_axes, "context_parallel")], "data_and_context_parallel")
+    return _with_replicas(shards, mesh, axes)
+
+
+def expert_sharding_mesh(mesh: DeviceMesh, axes: Mesh) -> DeviceMesh:
+    """The mesh for ``fully_shard`` of divided experts: the axes of those ranks that have the same experts.
+
+    All ranks must call it: it creates process groups.
+
+    Args:
+        mesh: The mesh of all ranks.
+        axes: Its sizes.
+    """
+    shards = mesh["expert_data_parallel"]
+    if axes.context_parallel > 1:
+        shards = joined_axes(mesh["expert_data_parallel", "context_parallel"], "expert_data_and_context_parallel")
+    return _with_replicas(shards, mesh, axes)
+
+
+def _with_replicas(shards: DeviceMesh, mesh: DeviceMesh, axes: Mesh) -> DeviceMesh:
+    return shards if axes.data_parallel_replicate == 1 else side_by_side(mesh["data_parallel_replicate"], shards, mesh)
 
 
 def device_mesh(runtime: Runtime) -> AxesMesh:
@@ -88,7 +122,15 @@ def device_mesh(runtime: Runtime) -> AxesMesh:
     sizes: dict[MeshAxis, Any] = {axis: getattr(runtime.mesh, axis) for axis in MESH_AXES}
     axes = tuple(axis for axis in MESH_AXES if sizes[axis] > 1 or axis == "data_parallel")
     ranks = torch.arange(runtime.world_size).view(*[sizes[axis] for axis in axes])
-    return AxesMesh(runtime.device.type, ranks, mesh_dim_names=axes)
+    if runtime.mesh.expert_parallel == 1:
+        return AxesMesh(runtime.device.type, ranks, mesh_dim_names=axes)
+    position = axes.index("data_parallel")
+    sizes_of_parts = (runtime.mesh.expert_data_parallel, runtime.mesh.expert_parallel)
+    ranks = ranks.unflatten(position, sizes_of_parts)
+    axes = (*axes[:position], *_PARTS_OF_DATA_PARALLEL, *axes[position + 1 :])
+    mesh = AxesMesh(runtime.device.type, ranks, mesh_dim_names=axes)
+    mesh.data_parallel = joined_axes(mesh[_PARTS_OF_DATA_PARALLEL], "data_parallel")
+    return mesh
 
 
 def sizes_by_position(sizes: Sequence[Any], options: Mapping[str, Any]) -> tuple[Any, ...]:

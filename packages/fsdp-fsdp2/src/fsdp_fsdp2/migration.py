@@ -48,8 +48,8 @@ MIGRATION_HINTS: Mapping[str, str] = {
         "data_parallel_replicate_size.",
     ),
     **dict.fromkeys(
-        ("expert_parallel_size", "expert_model_parallel_size", "ep_size"),
-        "Expert parallelism is not supported: leave it out; experts are sharded like other layers.",
+        ("expert_model_parallel_size", "ep_size"),
+        "Write expert_parallel_size=2, a divisor of the data-parallel ranks: it adds none.",
     ),
     # DistributedDataParallel's and FSDP's
     "find_unused_parameters": "Leave it out: parameters without gradients are found anyway.",

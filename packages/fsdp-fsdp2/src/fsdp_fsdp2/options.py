@@ -25,6 +25,7 @@ from fsdp_fsdp2.computation.float8 import described_filter, described_float8
 from fsdp_fsdp2.computation.prefetch_and_reshard import ReshardPolicy, check_depth, check_reshard, described_reshard
 from fsdp_fsdp2.context_parallel.attention_and_losses import checked_dims
 from fsdp_fsdp2.data_sampler import DataSampler, check_data_sampler
+from fsdp_fsdp2.expert_parallel.plans import ExpertParallelPlan, check_expert_plan, described_experts
 from fsdp_fsdp2.meshes import check_sized
 from fsdp_fsdp2.tensor_parallel.loss import check_loss_parallel
 from fsdp_fsdp2.tensor_parallel.styles import TensorParallelPlan, check_plan, described_plan
@@ -105,6 +106,14 @@ class FSDP2Options(ShardingOptions):
     style of :mod:`torch.distributed.tensor.parallel`; or ``"auto"`` for the plan that the model brings, as those of
     transformers do. The model's own code sees the local part of what a divided layer returns, as with
     :func:`~torch.distributed.tensor.parallel.parallelize_module`."""
+    expert_parallel_size: int | Literal["auto"] = "auto"
+    """The number of data-parallel ranks that divide the experts of a layer among them: a divisor of
+    ``data_parallel_size``. Each rank has its own batch, and sends tokens to the ranks that have their experts.
+    ``"auto"``: 1."""
+    expert_parallel_plan: ExpertParallelPlan | None = option(None, part_of="units", describe=described_experts)
+    """Which submodules hold experts, and how they are called: by pattern of submodule names, in which ``*`` stands for
+    one name between dots, ``"top_k"`` for ``experts(tokens, indices, weights)``, or ``"sorted"`` for ``experts(tokens,
+    counts)``. ``None``: those that the model's own plan names, as those of transformers do."""
     parallelize_fn: ParallelizeFunction | None = None
     """A function that shards the module instead of the options above, as ``parallelize_fn(module, device_mesh,
     **options)``: it calls ``parallelize_module`` and ``fully_shard`` and returns the module. It may take any of
@@ -131,6 +140,8 @@ class FSDP2Options(ShardingOptions):
         checked_dims(self.context_parallel_dims)
         check_sized("context_parallel_size", self.sizes, context_parallel_dims=self.context_parallel_dims)
         check_sized("tensor_parallel_size", self.sizes, tp_plan=self.tp_plan)
+        check_expert_plan(self.expert_parallel_plan)
+        check_sized("expert_parallel_size", self.sizes, expert_parallel_plan=self.expert_parallel_plan)
         names = self.argument_names()
         check_parallelize_fn(self.parallelize_fn, [names[name] for name in self.changed_options()], names.values())
         check_loss_parallel(self.loss_parallel)
@@ -160,6 +171,7 @@ class FSDP2Options(ShardingOptions):
             "data_parallel_replicate_size": self.data_parallel_replicate_size,
             "context_parallel_size": self.context_parallel_size,
             "tensor_parallel_size": self.tensor_parallel_size,
+            "expert_parallel_size": self.expert_parallel_size,
         }
 
 

@@ -22,6 +22,7 @@ from fsdp_core.sharding import (
     sharded_of,
 )
 from fsdp_core.state import HeldGradients, SavedTensor, clean_name, gathered_modules, refuse_half_gradients
+from fsdp_fsdp2.expert_parallel.sharding import is_of_experts, mean_over_peers, whole_gradient
 from fsdp_fsdp2.tensor_parallel.unplanned_gradients import check_unplanned
 from fsdp_fsdp2.torch_private.conversions import allow_conversions
 from fsdp_fsdp2.torch_private.data_writes import follow_data_of_shards
@@ -258,7 +259,9 @@ class FSDP2Sharded(Sharded):
             gradients = super().accumulated_gradients()
         layout = self.layout()
         for unit in self.units:
-            gradients.own.update((layout[shard][0].name, grad) for shard, grad in unreduced_gradients(unit))
+            for shard, grad in unreduced_gradients(unit):
+                is_part = isinstance(grad, DTensor) and is_of_experts(grad)
+                gradients.own[layout[shard][0].name] = whole_gradient(grad) if is_part else grad
         return gradients
 
     def model_state(self) -> dict[str, Any]:
@@ -291,6 +294,7 @@ class FSDP2Sharded(Sharded):
         layout = self.layout()
         # without the replicated parameters, which are no DTensors
         shards: dict[str, nn.Parameter] = {part.name: p for p, (part,) in layout.items() if isinstance(p, DTensor)}
+        own = mean_over_peers(own, shards, self.runtime)
         of_replicated = {name: read for name, read in own.items() if name not in shards}
         super().restore_gradients(of_replicated, reduced)
         unreduced = {shards[name]: read for name, read in own.items() if name in shards}

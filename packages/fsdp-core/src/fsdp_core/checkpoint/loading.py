@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fsdp_core.checkpoint.collective import run_on_all, total
-from fsdp_core.checkpoint.format.manifest import StoredTensor
+from fsdp_core.checkpoint.format.manifest import Manifest, StoredTensor
 from fsdp_core.checkpoint.format.plain_data import decode
 from fsdp_core.checkpoint.storage.joined_folder import Paths, open_places, shown_paths
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
@@ -24,6 +24,7 @@ from fsdp_core.errors import CheckpointFormatError
 from fsdp_core.runtime import Runtime
 from fsdp_core.state.boxes import overlap
 from fsdp_core.state.chunks import Chunk
+from fsdp_core.state.dtypes import DTYPES
 from fsdp_core.state.saved_tensor import SavedTensor
 
 __all__ = ["load", "verify_tensors"]
@@ -47,7 +48,8 @@ def load(path: Paths, *, runtime: Runtime | None = None, verify: bool = True) ->
     Returns:
         The state that was passed to :func:`~fsdp_core.checkpoint.save`, with a handle
         (:class:`~fsdp_core.checkpoint.SavedTensor`) for each DTensor, chunked tensor, and tensor of a model's or an
-        optimizer's state, and with plain tensors (on the CPU) and plain data elsewhere.
+        optimizer's state, and with plain tensors (on the CPU) and plain data elsewhere. A handle to a tensor that the
+        checkpoint leaves out has its ``digest``, and can't be read.
 
     Raises:
         CheckpointFormatError: There is no complete checkpoint that this version can read, or it is damaged; the message
@@ -104,6 +106,26 @@ class _BoxesInFiles:
             inside = tuple(slice(start, start + length) for start, length in zip(starts_in_chunk, lengths, strict=True))
             with torch.no_grad():
                 self.files.read(part.file, part.key, starts_in_part, chunk.data.detach()[inside])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LeftOutBoxes:
+    """The boxes of a tensor that a checkpoint leaves out, which nothing can be read from."""
+
+    key: str
+    path: str
+    manifest: Manifest
+
+    def read_into(self, chunk: Chunk) -> None:
+        from fsdp_core.checkpoint.left_out.named_base import refusal_without_base
+
+        raise refusal_without_base(
+            self.path,
+            self.manifest,
+            [self.key],
+            f"Load it into a module that was built from the base; name the base with base= or frozen_base=; or type: "
+            f"fsdp checkpoint consolidate {self.path} OUT --with-base BASE",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,8 +204,9 @@ def _boxes_in(nest: Any) -> Iterator[_BoxesInFiles]:
     """Yield the boxes of each saved tensor in a nest."""
     if isinstance(nest, SavedTensor):
         boxes = nest._boxes
-        assert isinstance(boxes, _BoxesInFiles)
-        yield boxes
+        if nest.digest is None:
+            assert isinstance(boxes, _BoxesInFiles)
+            yield boxes
     elif isinstance(nest, Mapping):
         for value in nest.values():
             yield from _boxes_in(value)
@@ -201,6 +224,10 @@ def _decode(files: StoredFiles) -> dict[str, Any]:
         )
         for key, stored in manifest.tensors.items()
     }
+    for key, absent in manifest.left_out.items():
+        boxes = _LeftOutBoxes(key=key, path=str(folder), manifest=manifest)
+        dtype = DTYPES[absent.dtype_name]
+        tensors[key] = SavedTensor(key=key, shape=absent.shape, dtype=dtype, digest=absent.digest, _boxes=boxes)
     unread_tensors = {} if manifest.state_tensors is None else dict(files.header(manifest.state_tensors))
 
     def on_tensor(tag: str, name: Any) -> Any:

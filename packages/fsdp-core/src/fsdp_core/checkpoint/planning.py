@@ -17,6 +17,7 @@ from fsdp_core.checkpoint.format.state_paths import escape, find_part, split_pat
 from fsdp_core.errors import CheckpointValueError
 from fsdp_core.state.chunks import ChunkedTensor, TensorSource, chunked
 from fsdp_core.state.dtypes import SAFETENSORS_NAMES, dtype_name
+from fsdp_core.state.left_out import LeftOut
 
 __all__ = ["Plan", "plan_save"]
 
@@ -30,7 +31,8 @@ class Plan:
         tensors: Tensors of the plain data, by the name in their reference. Rank 0 writes them.
         stored: Tensors that are saved in boxes, by key; every rank writes its own boxes.
         section_of: The folder for each tensor in ``stored``.
-        aliases: Additional names of tensors in ``stored``.
+        aliases: Additional names of tensors in ``stored`` and ``left_out``.
+        left_out: Tensors that are not saved, by key.
     """
 
     plain: Any = None
@@ -38,6 +40,7 @@ class Plan:
     stored: dict[str, ChunkedTensor] = field(default_factory=dict)
     section_of: dict[str, Section] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, LeftOut] = field(default_factory=dict)
 
 
 def plan_save(state: Mapping[str, Any], kinds: Mapping[str, str], aliases: Mapping[str, str], rank: int) -> Plan:
@@ -117,8 +120,11 @@ class _Planner:
         if key in self.plan.aliases:
             self.alias_leaves[key] = leaf
             return key
-        if key in self.plan.stored:
+        if key in self.plan.stored or key in self.plan.left_out:
             raise CheckpointValueError(f"another tensor of the state would also be stored as {key!r}; rename one")
+        if isinstance(leaf, LeftOut):
+            self.plan.left_out[key] = leaf
+            return key
         if not isinstance(leaf, ChunkedTensor | DTensor):
             _check_savable(leaf)
         tensor = chunked(leaf, rank=self.rank)
@@ -135,7 +141,7 @@ class _Planner:
     def check_aliases(self) -> None:
         """Refuse aliases of tensors that are not stored, or that can't be the same tensor."""
         for alias, key in self.plan.aliases.items():
-            stored = self.plan.stored.get(key)
+            stored = self.plan.stored.get(key) or self.plan.left_out.get(key)
             if stored is None:
                 raise CheckpointValueError(
                     f"alias {alias!r} refers to {key!r}, which is not among the tensors to save; "

@@ -17,6 +17,7 @@ import xxhash
 from torch import Tensor
 
 from fsdp_core.checkpoint.collective import run_on_all, run_on_first, total
+from fsdp_core.checkpoint.format.base_tensors import Base, BaseSource, BaseTensor
 from fsdp_core.checkpoint.format.chunks import chunk_name
 from fsdp_core.checkpoint.format.file_names import Section, file_name, files_of, state_file, state_tensors_file
 from fsdp_core.checkpoint.format.json_text import check_texts
@@ -60,6 +61,7 @@ def save(
     overwrite: bool = True,
     one_after_another: bool = False,
     scattered: bool = False,
+    base_source: BaseSource | None = None,
 ) -> None:
     """Save a nest of sharded tensors and plain data as a checkpoint folder. Every rank calls this.
 
@@ -90,6 +92,8 @@ def save(
         scattered: Whether ranks may stand in different folders: paths that differ, or hosts that share no disk. Each
             then writes to its own path, and the manifest is at rank 0's. Nothing loads such a checkpoint before
             :func:`~fsdp_core.checkpoint.gather` has joined the places, unless they are given to a load together.
+        base_source: Where the tensors come from that the state leaves out (:class:`~fsdp_core.state.LeftOut`), to
+            record it.
 
     Raises:
         CheckpointValueError: The state holds values that can't be saved; nothing was written.
@@ -108,6 +112,7 @@ def save(
         versions=versions,
         overwrite=overwrite,
         scattered=scattered,
+        base_source=base_source,
     )
     prepared.write(runtime, one_after_another=one_after_another)
 
@@ -123,6 +128,7 @@ def prepare_save(
     versions: Mapping[str, str] | None = None,
     overwrite: bool = True,
     scattered: bool = False,
+    base_source: BaseSource | None = None,
     stage: Callable[[Plan], Plan] = lambda plan: plan,
 ) -> PreparedSave:
     """Run the first half of :func:`save`, which plans the save and writes nothing. Every rank calls this.
@@ -137,6 +143,7 @@ def prepare_save(
         versions: Package versions to record.
         overwrite: Whether an existing checkpoint may be replaced.
         scattered: Whether ranks may stand in different folders.
+        base_source: Where the tensors come from that the state leaves out.
         stage: Takes the plan and returns the plan to write, whose tensors may be copies.
 
     Returns:
@@ -184,6 +191,7 @@ def prepare_save(
         _strategy=strategy,
         _kinds=dict(kinds),
         _versions=dict(versions or {}),
+        _base_source=base_source,
         _first_rank=decision.first_rank,
         _last=last,
         _memory=memory,
@@ -214,6 +222,7 @@ class PreparedSave:
     _strategy: str
     _kinds: dict[str, str]
     _versions: dict[str, str]
+    _base_source: BaseSource | None
     _first_rank: FirstRankSummary
     _last: LastSave | None
     _memory: SaveMemory
@@ -294,6 +303,7 @@ class PreparedSave:
             tensors=commit.merged.stored_tensors(lambda key: files_of(plan.section_of[key], save_id)),
             aliases=plan.aliases,
             places=protocol.places(),
+            base=_base_of(plan, self._base_source),
             **_write_state(protocol, plan, messages),
         )
         commit.files = protocol.files_of_first(manifest.files)
@@ -351,6 +361,17 @@ class _Commit:
 
 def _tensor_specs(plan: Plan) -> list[TensorSpec]:
     return [TensorSpec(key, tensor.shape, dtype_name(tensor.dtype)) for key, tensor in plan.stored.items()]
+
+
+def _base_of(plan: Plan, source: BaseSource | None) -> Base | None:
+    """The manifest's record of the tensors that are left out."""
+    if not plan.left_out:
+        return None
+    tensors = {
+        key: BaseTensor(shape=leaf.shape, dtype_name=dtype_name(leaf.dtype), digest=leaf.digest)
+        for key, leaf in plan.left_out.items()
+    }
+    return Base(source=source, tensors=tensors)
 
 
 def _write_tensors(folder: Folder, name: str, tensors: Mapping[str, Tensor | TensorSource]) -> FileEntry:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from fsdp_core.checkpoint.format.state_paths import find_part, split_path
+from fsdp_core.checkpoint.left_out.restoring import with_base
 from fsdp_core.checkpoint.loading import load, verify_tensors
 from fsdp_core.checkpoint.storage.joined_folder import Paths, open_places
-from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
+from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath
 from fsdp_core.checkpoint.storage.recognition import read_manifest
 from fsdp_core.checkpoint.storage.rereading import retries_if_replaced
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError, MissingKeyError
@@ -29,6 +30,7 @@ def load_state_dict(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     verify: bool = True,
+    base: StrPath | None = None,
 ) -> dict[str, Tensor]:
     """Load a model's full state dict in one process, without Lightning, whichever strategy saved it.
 
@@ -41,6 +43,8 @@ def load_state_dict(
         device: The device of the returned tensors. Each is moved there as soon as it is read.
         dtype: The dtype for floating-point tensors; as saved if ``None``.
         verify: Whether to compare the checksums of the files that hold this model first, which reads them once more.
+        base: The folder or file of the base, for a checkpoint that was saved with ``save_frozen=False``: what it leaves
+            out is read from there, and compared with the digests that were saved.
 
     Returns:
         Tensors by FQN, for ``model.load_state_dict``. The names of a tied parameter share one tensor. A module's extra
@@ -49,6 +53,7 @@ def load_state_dict(
     Raises:
         CheckpointFormatError: There is no readable checkpoint, or it is damaged.
         MissingKeyError: It holds no model under that key; the message lists its keys.
+        CheckpointMismatchError: It leaves tensors out, and no base is named, or another one.
     """
     folder = open_places(path)
     if folder.local and os.path.isfile(folder.root):
@@ -58,6 +63,8 @@ def load_state_dict(
         part = _find_model(state, key, folder, read_manifest(folder).kinds)
         if verify:
             verify_tensors(part)
+        if base is not None:
+            part = with_base(part, base)
     loaded_tensors: dict[Any, Tensor] = {}  # the names of a tied parameter share one
 
     def load_leaf(leaf: Any) -> Any:

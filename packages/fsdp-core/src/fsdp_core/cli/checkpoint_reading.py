@@ -97,6 +97,7 @@ def inspect_checkpoint(path: str, every: bool, as_json: bool) -> None:
             ("Size", f"{format_size(facts['bytes'])} in {len(facts['files'])} files"),
             ("Format", f"version {facts['format_version']}"),
             *[("Scattered", _format_place(place)) for place in facts["places"][:_MAX_SHOWN]],
+            *([] if facts["base"] is None else [("Base", _format_base(facts["base"]))]),
         ]
     )
     if facts["parts"]:
@@ -114,6 +115,11 @@ def inspect_checkpoint(path: str, every: bool, as_json: bool) -> None:
         ]
         print_table(("Part", "Kind", "Tensors", "Elements", "Size", "Dtypes"), rows, right=(2, 3, 4))
     _print_tensors(facts, every=every)
+    if every and facts["base"] is not None:
+        click.echo()
+        left_out = facts["base"]["tensors"]
+        digests = [(clean(key), *_format_tensor_facts(tensor), tensor["digest"]) for key, tensor in left_out.items()]
+        print_table(("Left out", "Shape", "Dtype", "Size", "Digest"), digests, width=10_000, right=(3,))
     if facts["aliases"]:
         click.echo(f"\n{click.style('Tied names', bold=True)}")
         for alias, key in facts["aliases"].items():
@@ -121,6 +127,15 @@ def inspect_checkpoint(path: str, every: bool, as_json: bool) -> None:
     if facts["plain"]:
         click.echo(f"\n{click.style('Plain data', bold=True)}")
         _print_fields([(clean(entry["path"]), _format_entry(entry)) for entry in facts["plain"]], indent="  ")
+
+
+def _format_base(base: Mapping[str, Any]) -> str:
+    """What a checkpoint leaves out, and where that is."""
+    tensors = base["tensors"]
+    source = base["source"]
+    name = "which it does not name" if source is None else f"{source['type']} {source['name']}"
+    size = format_size(sum(tensor["bytes"] for tensor in tensors.values()))
+    return clean(f"{name}; {len(tensors)} tensors, {size}, are left out, since they were not trained")
 
 
 def _format_place(place: Mapping[str, Any]) -> str:
@@ -243,9 +258,12 @@ def _format_entry(entry: Mapping[str, Any]) -> str:
 
 @click.command("verify")
 @click.argument("paths", nargs=-1, required=True, metavar="PATH...")
+@click.option("--with-base", "base", metavar="BASE",
+              help="Also look for what the checkpoint was saved without (save_frozen=False) in this folder or "
+                   "file.")  # fmt: skip
 @_QUIET
 @_AS_JSON
-def verify_checkpoint(paths: tuple[str, ...], quiet: bool, as_json: bool) -> None:
+def verify_checkpoint(paths: tuple[str, ...], base: str | None, quiet: bool, as_json: bool) -> None:
     """Compare every byte of the checkpoint PATH with the checksums of its manifest.
 
     Also check that the pieces of each tensor cover every element exactly once, and are in the files where the manifest
@@ -271,6 +289,7 @@ def verify_checkpoint(paths: tuple[str, ...], quiet: bool, as_json: bool) -> Non
     missing_elsewhere = files_in_other_places(files.manifest, faults)
     if as_json:
         facts = {"path": str(files.folder), "files": len(entries), "bytes": total, "faults": faults}
+        facts["left_out"] = len(files.manifest.left_out)
         print_json({**facts, "elsewhere": missing_elsewhere})
     elif faults:
         if missing_elsewhere:
@@ -288,6 +307,14 @@ def verify_checkpoint(paths: tuple[str, ...], quiet: bool, as_json: bool) -> Non
         click.echo(
             f"{clean(files.folder)} {verb} whole: {count} tensors, {format_size(total)} in {len(entries)} files."
         )
+    if base is not None and not faults:
+        from fsdp_core.checkpoint.left_out.named_base import find_all
+
+        find_all(base, files.manifest.left_out)
+    if files.manifest.left_out and not (faults or quiet or as_json):
+        left_out_count = len(files.manifest.left_out)
+        where = "name it with --with-base to compare them" if base is None else f"{clean(base)}, which has them"
+        click.echo(f"{left_out_count} tensors are left out, and in its base: {where}.")
     if faults:
         raise SystemExit(1)
 
@@ -401,6 +428,8 @@ def _format_tensor(difference: TensorDifference) -> str:
         descriptions.append(f"{difference.count} of {total} values, {values}")
     elif difference.count == 0:
         descriptions.append("the values are the same")
+    elif not descriptions:
+        descriptions.append("the digests differ: one of them leaves it out")
     return f"{_format_path(difference.key)}\n      {'; '.join(descriptions)}"
 
 

@@ -57,6 +57,11 @@ def _parse_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
               help="Only to a Hugging Face folder: copy this config.json into it; or, from the folder of the model "
                    "that training began with, the configuration and the tokenizer, and write the tensors under the "
                    "names that transformers stores.")  # fmt: skip
+@click.option("--with-base", "base", metavar="BASE",
+              help="Read what the checkpoint was saved without (save_frozen=False) from this folder or file, and "
+                   "compare it with the digests that were saved.")  # fmt: skip
+@click.option("--trained-only", is_flag=True,
+              help="Write what such a checkpoint holds, and nothing of its base.")  # fmt: skip
 @_OVERWRITE
 @_VERIFY
 @_QUIET
@@ -71,7 +76,8 @@ def consolidate_checkpoint(ctx: click.Context, /, path: str, out: str, target: s
     """
     _refuse_foreign_options(ctx, target)
     common_arguments: dict[str, Any] = {"dtype": dtype, "overwrite": overwrite, "verify": verify}
-    weight_arguments = {name: options[name] for name in ("key", "strip_prefix", "copy_tied")}
+    common_arguments["base"] = options["base"]
+    weight_arguments = {name: options[name] for name in ("key", "strip_prefix", "copy_tied", "trained_only")}
     with progress("Writing", quiet=quiet) as on_progress:
         common_arguments["on_progress"] = on_progress
         if target == "lightning":
@@ -102,7 +108,9 @@ def _write_pretrained_folder(ctx: click.Context, path: str, out: str, options: d
 
     if options["copy_tied"]:
         raise click.UsageError("--copy-tied goes with --config FILE: transformers stores a tied parameter once.", ctx)
-    names = ("config", "key", "strip_prefix", "dtype", "max_shard_size", "overwrite", "verify")
+    if options["trained_only"]:
+        raise click.UsageError("--trained-only goes with --config FILE: transformers stores whole models.", ctx)
+    names = ("config", "base", "key", "strip_prefix", "dtype", "max_shard_size", "overwrite", "verify")
     saved = consolidate_pretrained(path, out, **{name: options[name] for name in names})
     if not quiet:
         click.echo(f"Wrote {saved.tensors} tensors, {format_size(saved.nbytes)}, to {clean(out)}.")
@@ -113,6 +121,7 @@ _TARGETS_OF_OPTION = {
     "optimizer_keys": ("lightning",),
     "strip_prefix": ("safetensors", "huggingface"),
     "copy_tied": ("safetensors", "huggingface"),
+    "trained_only": ("safetensors", "huggingface"),
     "max_shard_size": ("huggingface",),
     "config": ("huggingface",),
 }

@@ -195,7 +195,7 @@ def _comparison(result: RankRehearsal) -> str:
     if result.unchecked is not None:
         return f"By formula: not known, since {result.unchecked}."
     calls, sent = result.beside
-    beside = f"; {_count(calls, 'all-reduce')} of {format_size(sent)} beside" if calls else ""
+    beside = f"; {_count(calls, 'other collective')} of {format_size(sent)} beside" if calls else ""
     if not result.differences:
         return f"By formula: the same, for {_count(len(result.units), 'unit')}{beside}."
     return f"By formula: other bytes{beside}."

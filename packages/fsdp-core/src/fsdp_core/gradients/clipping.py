@@ -16,7 +16,7 @@ from fsdp_core.gradients.step_gradients import plain
 from fsdp_core.runtime import Runtime
 from fsdp_core.torch_private.tensors import foreach_mul_, foreach_norm
 
-__all__ = ["clip_grads_by_norm", "clip_grads_by_value", "is_sharded_dtensor", "local_tensor"]
+__all__ = ["clip_grads_by_norm", "clip_grads_by_value", "is_sharded_dtensor", "local_tensor", "scale_gradients"]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -92,10 +92,19 @@ def clip_grads_by_norm(
             "to clip regardless, pass error_if_nonfinite=False."
         )
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    gradients = [*replicated, *chain.from_iterable(shards.values())]
-    for (device, _), grads in _group_by_dtype(gradients).items():
-        foreach_mul_(grads, factor.to(device))
+    scale_gradients([*replicated, *chain.from_iterable(shards.values())], factor)
     return total
+
+
+def scale_gradients(gradients: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply gradients by a number, in place.
+
+    Args:
+        gradients: This rank's gradients, or its shards of them.
+        factor: A 0-dim tensor, the same on every rank.
+    """
+    for (device, _), grads in _group_by_dtype([local_tensor(gradient) for gradient in gradients]).items():
+        foreach_mul_(grads, factor.to(device))
 
 
 def clip_grads_by_value(parameters: Iterable[Tensor], clip_value: float) -> None:

@@ -485,7 +485,7 @@ class GatheredDTensor(_Gathered, DTensor):
     """A part of a parameter, which tensor parallelism has divided, that a library has gathered."""
 
     @classmethod
-    def __tensor_unflatten__(cls, *parts: Any) -> DTensor:  # type: ignore[override]
+    def __tensor_unflatten__(cls, *parts: Any) -> DTensor:
         """A tensor of this class: ``torch.compile`` traces with one, and takes no other class in later calls."""
         tensor: Any = DTensor.__tensor_unflatten__(*parts)
         tensor.__class__ = cls

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core.checkpoint.collective import run_on_all, run_on_first
+from fsdp_core.checkpoint.left_out.base_values import base_values_of
+from fsdp_core.checkpoint.left_out.named_base import source_of_name
+from fsdp_core.checkpoint.left_out.observing import Observed
 from fsdp_core.checkpoint.storage.local_or_remote_folder import StrPath
 from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.huggingface.adapted_names import base_names
@@ -106,6 +109,9 @@ def load_pretrained(module: nn.Module, folder: StrPath, *, strict: bool = True, 
         (reader,) = readers
         run_on_all(runtime, action, lambda: loading_plan.check(str(reader.folder), strict=strict, cast=cast))
         bytes_read = _fill(model_shards, state, loading_plan, reader, action)
+        if model_shards.sharded is not None:  # the module begins with these values
+            loaded = {f"{model_shards.prefix}{name}": Observed(part=state[name]) for name in loading_plan.parts}
+            base_values_of(model_shards.sharded.root).adopt(loaded, source_of_name(folder))
     finally:
         for reader in readers:
             reader.close()

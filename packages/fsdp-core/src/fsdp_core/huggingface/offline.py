@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fsdp_core.checkpoint.format.state_paths import split_path
+from fsdp_core.checkpoint.left_out.restoring import with_base
 from fsdp_core.checkpoint.loading import load
 from fsdp_core.checkpoint.storage.atomic import check_apart
 from fsdp_core.checkpoint.storage.local_or_remote_folder import StrPath, open_folder
@@ -39,6 +40,7 @@ def consolidate_pretrained(
     key: str | None = None,
     strip_prefix: str = "",
     dtype: str | None = None,
+    base: StrPath | None = None,
     max_shard_size: int = 50 * 10**9,
     overwrite: bool = False,
     verify: bool = True,
@@ -57,6 +59,7 @@ def consolidate_pretrained(
         key: The model's path in the state; optional if there is one model.
         strip_prefix: What the names in the checkpoint begin with, such as ``"model."``.
         dtype: As in :func:`save_pretrained`.
+        base: The folder or file of the base, for a checkpoint that was saved with ``save_frozen=False``.
         max_shard_size: As there.
         overwrite: As there.
         verify: Whether to compare the checksums of the checkpoint first.
@@ -73,7 +76,7 @@ def consolidate_pretrained(
     """
     check_apart(out, open_folder(path))
     model, generation = _build_model(config)
-    stored_model = _find_stored_model(path, model, key, strip_prefix, verify=verify)
+    stored_model = _find_stored_model(path, model, key, strip_prefix, base, verify=verify)
     file_names = [name for name in os.listdir(config) if re.fullmatch(OTHER_FILES, name)] + generation
     copies = [_CopiedFiles(sources=[Path(config, name) for name in sorted(file_names)])] if file_names else []
     return write_model(stored_model, out, dtype=dtype, max_shard_size=max_shard_size, also=copies, overwrite=overwrite)
@@ -133,7 +136,7 @@ def _build_model(config: str | os.PathLike[str]) -> tuple[nn.Module, list[str]]:
 
 
 def _find_stored_model(
-    path: StrPath, model: nn.Module, key: str | None, strip_prefix: str, *, verify: bool
+    path: StrPath, model: nn.Module, key: str | None, strip_prefix: str, base: StrPath | None, *, verify: bool
 ) -> _StoredModel:
     folder = open_folder(path)
     kinds = read_manifest(folder).kinds
@@ -148,6 +151,8 @@ def _find_stored_model(
     part: Any = load(path, verify=verify)
     for name in models[key]:
         part = part[name]
+    if base is not None:
+        part = with_base(part, base)
     saved_tensors = {
         name.removeprefix(strip_prefix): value
         for name, value in part.items()

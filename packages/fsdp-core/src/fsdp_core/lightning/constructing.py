@@ -14,6 +14,7 @@ from fsdp_core.lightning.capability_checks import StrategyCapabilities, check_op
 from fsdp_core.lightning.features.finite_gradients import check_error_if_nonfinite
 from fsdp_core.lightning.options import describe_class, signature_of, strategy_options
 from fsdp_core.lightning.setup_checks import (
+    check_save_frozen,
     check_scattered_save,
     check_state_dict_type,
     check_timeout_and_async_save,
@@ -165,6 +166,7 @@ class ConstructedStrategy(StrategyCapabilities):
         check_error_if_nonfinite(options.error_if_nonfinite)
         check_scattered_save(options.scattered_save, options.state_dict_type)
         check_switches(options)
+        check_save_frozen(options)
         check_process_group_backend(getattr(options, "process_group_backend", None))
         self._check_accelerator(getattr(options, "accelerator", None))
         return options

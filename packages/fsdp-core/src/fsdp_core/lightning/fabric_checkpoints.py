@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from fsdp_core import checkpoint as checkpoints
 from fsdp_core.checkpoint.collective import run_on_all
 from fsdp_core.checkpoint.format.state_paths import join_path
+from fsdp_core.checkpoint.left_out.restoring import has_left_out, with_base
 from fsdp_core.checkpoint.storage.joined_folder import Paths, normalize_paths, shown_paths
 from fsdp_core.errors import CheckpointMismatchError, MissingKeyError, OptimizerMismatchError
 from fsdp_core.lightning.checkpoints.begun_accumulation import AccumulatedGradients
@@ -92,7 +93,7 @@ def save_checkpoint(
     """
     strategy.check_saving(strategy.roots)
     target = strategy.save_target(path)
-    with strategy.steps.gradient_guard.while_off():
+    with strategy.frozen_parameters.timed_save(), strategy.steps.gradient_guard.while_off():
         _write(strategy, target, state, storage_options, filters)
     if target.is_reported:
         strategy.wait_for_saves()
@@ -111,10 +112,21 @@ def _write(
     _warn_of_gradients(strategy, state)
     kept_objects = {key: obj for key, obj in state.items() if not is_left_out(key, obj, strategy.runtime)}
     converted: dict[str, Any] = {}
+    tied_paths: dict[str, str] = {}
+    base_source = None
     for key, obj in kept_objects.items():
-        value = _state_of(strategy, key, obj)
+        own_value = value = _state_of(strategy, key, obj)
         if key in filters and isinstance(value, dict):
             value = {name: inner for name, inner in value.items() if filters[key](name, inner)}
+        if isinstance(obj, nn.Module):
+            sharded = sharded_in(obj)
+            first_names: Mapping[str, str] = {}
+            if key not in filters:  # a filter may drop the name that a tensor is saved under
+                first_names = aliases(obj) if sharded is None else sharded.aliases()
+            tied_paths |= {join_path(key, alias): join_path(key, name) for alias, name in first_names.items()}
+            if sharded is not None:
+                value, source = strategy.frozen_parameters.leave_out(sharded, value, own_value, first_names)
+                base_source = base_source or source
         converted[key] = value
     # by path in the state
     kinds = {
@@ -138,12 +150,6 @@ def _write(
             async_saves=async_saves,
         )
         return
-    tied_paths: dict[str, str] = {}
-    for key, obj in kept_objects.items():
-        if isinstance(obj, nn.Module) and key not in filters:  # a filter may drop the name that a tensor is saved under
-            sharded = sharded_in(obj)
-            first_names = aliases(obj) if sharded is None else sharded.aliases()
-            tied_paths |= {join_path(key, alias): join_path(key, name) for alias, name in first_names.items()}
     write_folder(
         strategy,
         target,
@@ -152,6 +158,7 @@ def _write(
         async_saves=async_saves,
         kinds=kinds,
         aliases=tied_paths,
+        base_source=base_source,
     )
 
 
@@ -218,6 +225,8 @@ def _load(
     if isinstance(state, dict) and "state_dict" in state and "state_dict" not in saved:
         saved = as_trainers_file(saved) or saved  # a Trainer's folder, asked for by the keys of a Trainer's file
     if isinstance(state, nn.Module | Optimizer):
+        if isinstance(state, nn.Module):
+            saved = _with_left_out(strategy, state, saved)
         _restore(strategy, state, saved, strict)
         return {}
     is_everything_returned = state is None
@@ -230,6 +239,10 @@ def _load(
         )
     saved_keys = [key for key in state if key in saved]
     modules_first = sorted(saved_keys, key=lambda key: not isinstance(state[key], nn.Module))
+    modules = {key: state[key] for key in modules_first if isinstance(state[key], nn.Module)}
+    saved = {**saved, **{key: _with_left_out(strategy, module, saved[key]) for key, module in modules.items()}}
+    if strategy.frozen_parameters.base is not None:
+        saved = with_base(saved, strategy.frozen_parameters.base, strategy.runtime)
 
     def compare_all() -> None:
         for key in modules_first:
@@ -244,6 +257,16 @@ def _load(
     # the full state of an optimizer that was not requested may not fit on one rank
     remaining = {key: value for key, value in saved.items() if key not in state}
     return _materialize(remaining) if is_everything_returned else remaining
+
+
+def _with_left_out(strategy: ShardedFabricStrategy, module: nn.Module, saved: Any) -> Any:
+    """A module's saved state, in which what the checkpoint leaves out is there. All ranks must call it."""
+    sharded = sharded_in(module)
+    if sharded is not None:
+        return strategy.frozen_parameters.restore(sharded, saved)
+    if not has_left_out(saved):
+        return saved
+    return strategy.frozen_parameters.restore_unsharded(saved, module.state_dict(), strategy.runtime)
 
 
 def _restore(strategy: ShardedFabricStrategy, obj: Any, value: Any, strict: bool, *, check_only: bool = False) -> bool:

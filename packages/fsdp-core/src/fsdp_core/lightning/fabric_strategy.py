@@ -67,6 +67,7 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
         self._take_options(positional, options)
         self.optimizers: WeakSet[Optimizer] = WeakSet()
         self.steps = FabricSteps(self)
+        self.token_means = self.steps.token_means
         self._signals = Signals(self)
         self._num_nodes = 1
         super().__init__(
@@ -126,6 +127,7 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._join_world()
+        self.token_means.begin()
 
     # -- from the user's module to shards --------------------------------------------------------------------------
 
@@ -150,6 +152,14 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
         return self.steps.roots
 
     trained_roots = roots
+
+    #: By what losses are divided: steps are by hand.
+    loss_divisor: ClassVar[None] = None
+
+    @property
+    def leaves_unreduced(self) -> bool:
+        """Whether a backward pass leaves gradients unreduced now."""
+        return self.steps.no_sync.is_inside
 
     @property
     def is_stepping_by_hand(self) -> bool:
@@ -193,6 +203,7 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         self._check_loss()
+        self.token_means.begin()  # another Fabric may have been set up since
         self.steps.run_backward(tensor, partial(super().backward, tensor, module, *args, **kwargs))
 
     # With this mark, Lightning does not take the method for an override: with one, it refuses torch.autograd.grad.

@@ -143,7 +143,8 @@ class LoadPretrained(pl.Callback):
     """Reads a folder that ``save_pretrained`` wrote into the shards, before training, validation, test or prediction.
 
     Each rank reads its own byte ranges; see :func:`fsdp_core.huggingface.load_pretrained`. The folder is not read by a
-    run that resumes from a checkpoint (``ckpt_path=``) and has its weights from there.
+    run that resumes from a checkpoint (``ckpt_path=``) and has its weights from there, unless the strategy or the
+    checkpoint leaves frozen parameters out (``save_frozen=False``): then it is read first.
 
     Args:
         folder: The folder.
@@ -185,6 +186,15 @@ class LoadPretrained(pl.Callback):
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._load(trainer, pl_module)
+
+    @outside_inference_mode()
+    def load_base(self, pl_module: pl.LightningModule) -> None:
+        """Read the folder before a run resumes from a checkpoint that leaves out what it holds. All ranks must call it.
+
+        Strategies with ``save_frozen=False`` call it before they restore a module.
+        """
+        self.loaded = load_pretrained(_choose_model(pl_module, self.model), self.folder, **self.options)
+        _loaded_into[self] = ref(pl_module)
 
     @outside_inference_mode()  # validation runs in inference mode, and what is read here is trained later
     def _load(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

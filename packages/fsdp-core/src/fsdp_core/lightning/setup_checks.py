@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
@@ -13,10 +14,12 @@ from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_
 from fsdp_core.devices import accelerator_kind, covers, supports_bf16
 from fsdp_core.errors import StrategyUnavailableError, UnsupportedCapabilityError
 from fsdp_core.sharding.backend import Backend
+from fsdp_core.sharding.options import ShardingOptions
 from fsdp_core.sharding.precision_strings import ShardPrecision
 
 __all__ = [
     "check_devices",
+    "check_save_frozen",
     "check_scattered_save",
     "check_state_dict_type",
     "check_timeout_and_async_save",
@@ -146,6 +149,25 @@ def check_scattered_save(scattered_save: bool, state_dict_type: str) -> None:
         raise UnsupportedCapabilityError(
             "scattered_save=True can't be combined with state_dict_type='full': rank 0 writes one file, wherever the "
             "other ranks stand.\nLeave one of them out."
+        )
+
+
+def check_save_frozen(options: ShardingOptions) -> None:
+    """Refuse ``save_frozen=False`` with full checkpoints, which can't name a base, and a base that is no path.
+
+    Raises:
+        UnsupportedCapabilityError: They can't be combined, or the base is no path.
+    """
+    for name in ("save_frozen", "save_unchanged_buffers"):
+        if not getattr(options, name) and options.state_dict_type == "full":
+            raise UnsupportedCapabilityError(
+                f"{name}=False can't be combined with state_dict_type='full': a file of whole tensors has no place for "
+                "the digests of what it leaves out.\nLeave one of them out."
+            )
+    base = options.frozen_base
+    if base is not None and (not isinstance(base, str | os.PathLike) or not os.fspath(base)):
+        raise UnsupportedCapabilityError(
+            f"frozen_base={base!r} is no path.\nWrite the folder or file that the module's frozen parameters come from."
         )
 
 

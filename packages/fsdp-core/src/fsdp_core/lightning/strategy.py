@@ -12,6 +12,7 @@ from fsdp_core.initialization.sharded_init import check_same_parts
 from fsdp_core.lightning.capability_checks import check_materialization
 from fsdp_core.lightning.constructing import define_constructor
 from fsdp_core.lightning.features.sharded_optimizers import ShardedOptimizers
+from fsdp_core.lightning.features.token_means import TokenMeans
 from fsdp_core.lightning.outside_steps.redirection import outside_inference_mode
 from fsdp_core.lightning.outside_steps.sharded_modules import announce_shards, guard_module
 from fsdp_core.lightning.strategy_saving import SavingStrategy
@@ -48,11 +49,13 @@ class ShardedStrategy(SavingStrategy):
         options: The options of this strategy.
         backend: How modules are sharded.
         error_if_nonfinite: Whether to raise before a step whose gradients are not finite.
+        token_means: How many tokens gradients are of, for ``fsdp_core.token_mean``.
         creation_hint: Where users are to create parameters, so that it is before sharding: a sentence.
     """
 
     backend_class: ClassVar[type[Any]]  # a Backend, made of the options
     creation_hint: ClassVar[str]
+    token_means: TokenMeans
     error_if_nonfinite: bool = False
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -128,6 +131,8 @@ class ShardedStrategy(SavingStrategy):
             "async_save": self.async_saves is not None,
             "sequential_save": self.sequential_save,
             "scattered_save": self.scattered_save,
+            "save_frozen": self.options.save_frozen,
+            "save_unchanged_buffers": self.options.save_unchanged_buffers,
             "error_if_nonfinite": self.error_if_nonfinite,
             "hang_timeout": self.hang_timeout,
             **{name: value for name, value in config.items() if name != "precision"},

@@ -14,6 +14,7 @@ from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.storage.joined_folder import shown_paths
 from fsdp_core.errors import CheckpointError, ShardingError, UnsupportedCapabilityError
 from fsdp_core.lightning.capability_checks import check_checkpoint
+from fsdp_core.lightning.checkpoints.frozen_parameters import FrozenParameters
 from fsdp_core.lightning.checkpoints.sharded_or_full import SaveTarget
 from fsdp_core.lightning.outside_steps.redirection import is_inside_forward
 from fsdp_core.lightning.strategy_ranks import StrategyRanks
@@ -35,18 +36,21 @@ class SavingStrategy(StrategyRanks):
         async_saves: Writes checkpoints in the background; ``None`` if a save returns once everything is written.
         sequential_save: Whether the ranks of a host write their shards of a checkpoint one after another.
         scattered_save: Whether each rank saves a checkpoint at a path of its own.
+        frozen_parameters: What is left out of checkpoints since it was not trained.
     """
 
     state_dict_type: Literal["sharded", "full"]
     async_saves: AsyncSaves | None
     sequential_save: bool = False
     scattered_save: bool = False
+    frozen_parameters: FrozenParameters
     _checkpoint_io: CheckpointIO | None
 
     def _take_saving_options(self) -> None:
         options = self.options
         self.state_dict_type, self.scattered_save = options.state_dict_type, options.scattered_save
         self.async_saves = AsyncSaves(self.runtime) if options.async_save else None
+        self.frozen_parameters = FrozenParameters(options, type(self).__name__)
 
     @property
     def checkpoint_io(self) -> CheckpointIO:

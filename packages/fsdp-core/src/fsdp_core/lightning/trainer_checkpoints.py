@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,8 @@ class TrainerCheckpoints:
         #: The optimizer states of a checkpoint that was loaded before the fit has made its optimizers.
         self._pending_optimizer_states: Sequence[Mapping[str, Any]] | None = None
         self._are_optimizers_set_up = False
+        #: What the module had when its state was read for the save that is under way, if that may leave some of it out.
+        self._own_state: Mapping[str, Any] = {}
 
     @property
     def _trainer(self) -> pl.Trainer:
@@ -84,12 +87,18 @@ class TrainerCheckpoints:
         # until save() or the next step allows it again: hooks would take a norm of this rank's shards for the model's
         refuse_unreduced_reads()
         with strategy.step_methods.gradient_guard.paused():
-            return sharded.model_state()
+            state = sharded.model_state()
+        self._own_state = dict(state) if strategy.frozen_parameters.are_left_out else {}
+        return state
 
     @outside_inference_mode()
     def load_module(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Restore the module. If a fit resumes, the whole checkpoint is compared before anything is changed."""
         strategy = self._strategy
+        with strategy.step_methods.gradient_guard.paused():
+            saved_state = checkpoint["state_dict"]
+            restored = strategy.frozen_parameters.restore(strategy.sharded, saved_state, self._loader_of_base())
+            checkpoint = {**checkpoint, "state_dict": restored}
         is_resuming = self._trainer.state.fn == TrainerFn.FITTING and "optimizer_states" in checkpoint
         if is_resuming:
             description = "comparing the checkpoint with the model"
@@ -106,6 +115,15 @@ class TrainerCheckpoints:
             strict = False  # so that dtypes may differ; _find_casts() has found no difference in names
         with strategy.step_methods.gradient_guard.paused():
             strategy.sharded.load_model_state(checkpoint["state_dict"], strict)
+
+    def _loader_of_base(self) -> Callable[[], None] | None:
+        """What reads the base into the module before a run that resumes: a callback of the user's, if there is one."""
+        trainer, module = self._trainer, self._strategy.lightning_module
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            load_base = getattr(callback, "load_base", None)
+            if callable(load_base):
+                return partial(load_base, module)
+        return None
 
     def _find_casts(self, saved_state: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, torch.dtype]]:
         """The tensors that a load would cast: by name, the dtype in the checkpoint and the module's own.
@@ -217,7 +235,7 @@ class TrainerCheckpoints:
             strategy.features.late_param_groups.check_saving()
         target = strategy.save_target(path)
         strategy.features.saves.before_save(target.path)
-        with strategy.step_methods.gradient_guard.paused():
+        with strategy.frozen_parameters.timed_save(), strategy.step_methods.gradient_guard.paused():
             self._write(target, checkpoint, storage_options)
         if target.is_reported:  # to Ray Train, which takes the folder as soon as this returns
             strategy.wait_for_saves()
@@ -257,6 +275,15 @@ class TrainerCheckpoints:
         storage_options: Any,
     ) -> None:
         strategy = self._strategy
+        first_names = {
+            alias: name
+            for alias, name in strategy.sharded.aliases().items()
+            if alias in model_state and name in model_state  # a hook may have removed names
+        }
+        own_state, self._own_state = self._own_state, {}
+        model_state, base_source = strategy.frozen_parameters.leave_out(
+            strategy.sharded, model_state, own_state, first_names
+        )
         state: dict[str, Any] = {"model": model_state, "trainer": plain_data}
         kinds = {"model": "model"}  # by path in the state
         if optimizer_states is not None:
@@ -267,11 +294,6 @@ class TrainerCheckpoints:
         # before the first step, hooks of the fit's beginning may still write to shards
         if async_saves is not None and not strategy.step_methods.is_before_first_step:
             deferred = choose_deferred(self._trainer, strategy.sharded, strategy.optimizers)
-        aliases = {
-            f"model/{alias}": f"model/{name}"
-            for alias, name in strategy.sharded.aliases().items()
-            if alias in model_state and name in model_state  # a hook may have removed names
-        }
         write_folder(
             strategy,
             target,
@@ -279,7 +301,8 @@ class TrainerCheckpoints:
             storage_options=storage_options,
             async_saves=async_saves,
             kinds=kinds,
-            aliases=aliases,
+            aliases={f"model/{alias}": f"model/{name}" for alias, name in first_names.items()},
+            base_source=base_source,
             deferred=deferred,
         )
 

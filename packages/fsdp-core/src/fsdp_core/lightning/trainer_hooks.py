@@ -49,6 +49,7 @@ class TrainerHooks(ShardedStrategy, ParallelStrategy):
         return self.features.exact_resume.prepare_loader(dataloader, self.lightning_module.trainer)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        self.features.unequal_tokens.count(batch)
         return self.split_batch(super().batch_to_device(batch, device, dataloader_idx))
 
     # -- steps -----------------------------------------------------------------------------------------------------
@@ -128,6 +129,7 @@ class TrainerHooks(ShardedStrategy, ParallelStrategy):
     def check_gradients(self, optimizer: Optimizer) -> None:
         """Raise if ``error_if_nonfinite`` was given and a gradient is not finite, unless a gradient scaler decides."""
         self.sharded_optimizers.check_first_gradients(optimizer, [self.sharded])
+        self.features.unequal_tokens.compare()
         scaler = getattr(self.precision_plugin, "scaler", None)
         if self.error_if_nonfinite and not (scaler is not None and scaler.is_enabled()):
             assert self.lightning_module is not None

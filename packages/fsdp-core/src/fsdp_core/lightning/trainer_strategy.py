@@ -21,6 +21,7 @@ from fsdp_core.errors import ShardingError
 from fsdp_core.lightning.features.callbacks_over_shards import check_finetuning
 from fsdp_core.lightning.features.stage_features import StageFeatures
 from fsdp_core.lightning.features.step_methods import StepMethods
+from fsdp_core.lightning.features.token_means import TokenMeans
 from fsdp_core.lightning.launchers.notebooks import TrainerForkedRanks
 from fsdp_core.lightning.precision_plugins import ShardedTrainerPrecision, read_precision, shard_dtypes
 from fsdp_core.lightning.private import TrainerSubprocessLauncher, always_say_what_is_saved
@@ -77,6 +78,7 @@ class ShardedTrainerStrategy(TrainerHooks):
         self.num_nodes = 1
         self.features = StageFeatures(self)
         self.step_methods = StepMethods(self)
+        self.token_means = TokenMeans(self)
         self.checkpoints = TrainerCheckpoints(self)
         self._trainer: pl.Trainer | None = None
         #: The path of the checkpoint that Lightning resumes from on this rank; set by :mod:`.checkpoints.patched_io`.
@@ -145,6 +147,7 @@ class ShardedTrainerStrategy(TrainerHooks):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._join_world()
+        self.token_means.begin()
 
     # -- from the user's module to shards --------------------------------------------------------------------------
 
@@ -228,6 +231,17 @@ class ShardedTrainerStrategy(TrainerHooks):
     def sharded_or_none(self) -> Sharded | None:
         """The sharded module; ``None`` if it is not sharded yet."""
         return None if self.model is None else sharded_of(self.model)
+
+    @property
+    def loss_divisor(self) -> int | None:
+        """By what Lightning divides each loss: the number of micro-batches; ``None`` with manual optimization."""
+        module = self.lightning_module
+        return module.trainer.accumulate_grad_batches if module is not None and module.automatic_optimization else None
+
+    @property
+    def leaves_unreduced(self) -> bool:
+        """Whether a backward pass leaves gradients unreduced now."""
+        return self.step_methods.accumulates
 
     @property
     def trained_roots(self) -> Sequence[Sharded]:

@@ -13,7 +13,7 @@ from fsdp_core.proving.module_state import BATCH_NORMS, is_same_value
 from fsdp_core.proving.runs import Difference, TrainedRun, compare_runs
 from fsdp_core.rehearsal.forks import Failed
 
-__all__ = ["CAUSES", "Cause", "CauseName", "Variant", "find_cause", "shares_of_ranks"]
+__all__ = ["CAUSES", "Cause", "CauseName", "Variant", "find_cause", "find_division", "shares_of_ranks"]
 
 CauseName: TypeAlias = Literal[
     "rank",
@@ -23,6 +23,7 @@ CauseName: TypeAlias = Literal[
     "settings",
     "count",
     "sum",
+    "divided",
     "rows",
     "backward",
     "loss",
@@ -39,6 +40,7 @@ CAUSES: dict[CauseName, str] = {
     "settings": "the optimizer's settings are made from a rank's part of the batch",
     "count": "a mean is over a number of tokens, samples or weights that differs between ranks",
     "sum": "the loss is a sum, and ranks average",
+    "divided": "the loss is divided by a number of all ranks, and ranks average",
     "rows": "a row's output depends on the other rows of the batch",
     "backward": "the loss is the mean of the ranks' losses, and its gradient is not the mean of theirs",
     "loss": "the loss is no mean over the rows of the batch, and each submodule's output is the same",
@@ -162,6 +164,23 @@ def find_cause(
     return _unknown()
 
 
+def find_division(whole_batch: TrainedRun, on_ranks: TrainedRun, ranks: int) -> Cause | None:
+    """The cause ``"divided"``, if the first gradients of real ranks are the whole batch's, divided by their number."""
+    expected, gradients = whole_batch.steps[0].gradients, on_ranks.steps[0].gradients
+    if not expected or expected.keys() != gradients.keys():
+        return None
+    for name, gradient in expected.items():
+        difference = (gradients[name].double() * ranks - gradient.double()).norm()
+        if not float(difference) <= _EXACTNESS * float(gradient.double().norm()):
+            return None
+    return Cause(
+        name="divided",
+        words=f"{CAUSES['divided']}: gradients are {1 / ranks:.3g} of those of the whole batch",
+        remedy="Write loss = fsdp_core.token_mean(losses.sum(), count), with this rank's count; or multiply the loss "
+        "by self.trainer.world_size.",
+    )
+
+
 def _state_that_differs(
     whole_batch: TrainedRun,
     in_turn: TrainedRun,
@@ -264,8 +283,8 @@ def _cause_of_shares(shares: Sequence[float]) -> Cause | None:
             name="count",
             words=f"{CAUSES['count']}: ranks have shares of {listing} in the whole batch, and are averaged with "
             f"{1 / len(shares):.3g} each",
-            remedy="Divide by the number of all ranks, which average: loss = losses.sum() * self.trainer.world_size / "
-            "self.all_gather(count).sum().",
+            remedy="Write loss = fsdp_core.token_mean(losses.sum(), count), the mean over the tokens of all ranks, and "
+            "of the micro-batches of a step.",
         )
     if abs(shares[0] - 1) > _SHARE_DIFFERENCE:
         return None

@@ -19,7 +19,7 @@ from fsdp_core.errors import ShardingError, first_line
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.proving.batches import batches_of_one_size, join_batches
-from fsdp_core.proving.causes import CAUSES, Cause, Variant, find_cause
+from fsdp_core.proving.causes import CAUSES, Cause, Variant, find_cause, find_division
 from fsdp_core.proving.faults import Fault, find_fault
 from fsdp_core.proving.rows_of_ranks import can_read_as_ranks, read_as_rank, read_the_same
 from fsdp_core.proving.runs import STEPS, Comparison, Difference, TrainedRun, compare_runs
@@ -386,6 +386,14 @@ def _row_of_strategy(
         assert isinstance(expected, Failed)
         return replace(row, words=f"nothing to compare with: {expected.words}")
     rank, comparison = compared
+    ranks_run = runs[rank]
+    if isinstance(whole_batch, TrainedRun) and whole_batch.communicates and isinstance(ranks_run, TrainedRun):
+        division = find_division(whole_batch, ranks_run, RANKS)
+        if division is not None:
+            words = f"gradients on rank {rank} are not those of the whole batch: {division.words}"
+            return replace(
+                row, with_what="whole batch", verdict="differs", words=words, cause="divided", remedy=division.remedy
+            )
     unclear = comparison.unclear
     if not unclear and isinstance(expected, TrainedRun) and expected.communicates:
         unclear = "the step asks the strategy to communicate, which the ranks in turn can't"

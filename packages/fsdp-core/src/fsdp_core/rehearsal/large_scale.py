@@ -82,7 +82,7 @@ class RankRehearsal:
         units: How units communicate, by formula; empty if the formula is not known.
         unchecked: Why the formula is not known; ``None`` if it is.
         differences: Where the formula has other numbers than were counted.
-        beside: The all-reduces that are no unit's: calls and bytes sent.
+        beside: The all-reduces and all-to-alls that are no unit's: calls and bytes sent.
         parameters: The number of parameters.
         empty_parameters: How many of them have no element on this rank; ``None`` if the backend does not say so.
         exchanges: The objects that ranks have gathered in host memory, with how often.

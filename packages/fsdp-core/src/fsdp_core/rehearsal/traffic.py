@@ -148,13 +148,24 @@ def _by_rows(
     ranks: int,
     replicas: int,
 ) -> UnitTraffic:
-    """Of ``fully_shard``: a shard has as many rows of each parameter as the first rank's, the others are padded."""
+    """Of ``fully_shard``: a shard has as many rows of each parameter as the first rank's, the others are padded.
+
+    Experts that are divided among ranks before are sharded over the others, along a dimension that these divide evenly,
+    if there is one.
+    """
+    divided_by = parameters[0].divided_by  # the same for all of a unit
+    ranks //= divided_by
     if any(parameter.dtype.is_complex for parameter in parameters):
         precision = ShardPrecision()  # torch would reduce them in a real dtype
 
+    def is_even(parameter: ParameterPlan) -> bool:
+        shape = (parameter.shape[0] // divided_by, *parameter.shape[1:])
+        return divided_by > 1 and any(size % ranks == 0 for size in shape)
+
     def padded(parameter: ParameterPlan) -> int:
-        rows = parameter.shape[0]
-        return -(-rows // ranks) * ranks * (parameter.numel // max(1, rows))
+        numel = parameter.numel // divided_by
+        rows = parameter.shape[0] // divided_by
+        return numel if is_even(parameter) else -(-rows // ranks) * ranks * (numel // max(1, rows))
 
     def compute_dtype(parameter: ParameterPlan) -> torch.dtype:
         return (parameter.dtype.is_floating_point and precision.compute) or parameter.dtype
@@ -162,13 +173,15 @@ def _by_rows(
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     return UnitTraffic(
         name=name,
-        numel=sum(parameter.numel for parameter in parameters),
+        numel=sum(parameter.numel for parameter in parameters) // divided_by,
         gathered_numel=sum(map(padded, parameters)),
         gathered_nbytes=sum(padded(parameter) * compute_dtype(parameter).itemsize for parameter in parameters),
         reduced_nbytes=sum(padded(p) * (precision.reduce or compute_dtype(p)).itemsize for p in trained),
         ranks=ranks,
         replicas=replicas,
-        ranks_with_parts=max(ranks_with_rows(parameter.shape[0], ranks) for parameter in parameters),
+        ranks_with_parts=max(
+            ranks if is_even(p) else ranks_with_rows(p.shape[0] // divided_by, ranks) for p in parameters
+        ),
         ranks_in_backward=ranks_after_forward(unit),
     )
 
@@ -278,7 +291,8 @@ def compare_traffic(
         counted: The collectives of the same step.
 
     Returns:
-        The differences, and the counted all-reduces that no unit needs: of norms, losses, parameters that stay whole.
+        The differences, and the counted collectives that no unit needs: all-reduces of norms, losses, parameters that
+        stay whole, and the all-to-alls of tokens that are sent to experts.
     """
     by_key: dict[_Key, list[Collective]] = {}
     for collective in counted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
@@ -75,6 +76,15 @@ class ShardingOptions:
     scattered_save: bool = False
     """Whether ranks that don't share a folder each save where they stand: hosts without a shared disk, or paths that
     differ. `fsdp checkpoint gather` joins what they have written."""
+    save_frozen: bool = True
+    """Whether checkpoints hold frozen parameters. ``False`` leaves those out that have the values still that the module
+    was built with: a manifest has their digests, and a load takes them from the module, or from ``frozen_base``."""
+    save_unchanged_buffers: bool = True
+    """Whether checkpoints hold buffers that have the values still that the module was built with; see
+    ``save_frozen``."""
+    frozen_base: str | Path | None = None
+    """The folder or file that frozen parameters come from. Checkpoints name it, and a load reads what they leave out
+    from it where the module has other values. ``None``: a module has these values when it is restored."""
     error_if_nonfinite: bool = False
     """Whether to raise :class:`~fsdp_core.NonFiniteGradientError` on all ranks, with the names of parameters, before a
     step whose gradients hold NaN or infinity. With fp16, the gradient scaler skips such steps; nothing is raised."""

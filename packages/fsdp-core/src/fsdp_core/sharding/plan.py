@@ -34,6 +34,8 @@ class ParameterPlan:
         is_built_in_parts: Whether ranks keep only their part of it already; see :func:`fsdp_core.wrap`.
         tied_to: The first of its names; ``None`` if that is this one.
         local_numel: The number of its elements that this rank will keep; ``None`` if the backend does not say so.
+        divided_by: The number of data-parallel ranks that divide its first dimension before it is sharded over the
+            others, as experts are.
     """
 
     shape: tuple[int, ...]
@@ -44,6 +46,7 @@ class ParameterPlan:
     is_built_in_parts: bool = False
     tied_to: str | None = None
     local_numel: int | None = field(default=None, compare=False)
+    divided_by: int = 1
 
     @property
     def numel(self) -> int:
@@ -56,7 +59,8 @@ class ParameterPlan:
         trained = "trained" if self.requires_grad else "frozen"
         replicated = ", whole on every rank" if self.is_replicated else ""
         in_parts = ", sharded as it was built" if self.is_built_in_parts else ""
-        return f"{self.shape} in {self.dtype}, {trained}{replicated}{in_parts}"
+        divided = f", divided among {self.divided_by} ranks" if self.divided_by > 1 else ""
+        return f"{self.shape} in {self.dtype}, {trained}{replicated}{in_parts}{divided}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +261,7 @@ def check_unchanged(module: nn.Module, plan: ShardingPlan, config: Mapping[str, 
     Raises:
         ShardingError: Its parameters, buffers or layers are others, or the settings are.
     """
-    undecided = {name: replace(p, unit="", is_replicated=False) for name, p in plan.parameters.items()}
+    undecided = {name: replace(p, unit="", is_replicated=False, divided_by=1) for name, p in plan.parameters.items()}
     planned = replace(plan, parameters=undecided, units=(), recomputed=(), details={}).describe()
     current = _plan_undecided(module).describe()
     changed = [name for name in {**plan.config, **config} if plan.config.get(name) != config.get(name)]

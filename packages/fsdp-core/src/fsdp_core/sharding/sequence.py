@@ -16,12 +16,13 @@ from fsdp_core.errors import ShardingError
 from fsdp_core.runtime import Runtime
 
 __all__ = [
+    "IGNORED",
     "SequenceSplit",
+    "batch_entries",
     "current_split",
     "gather_sequence",
     "sequence_positions",
     "shift_labels",
-    "token_mean",
     "use_split",
 ]
 
@@ -78,7 +79,7 @@ class SequenceSplit:
                 the values of the last batch's parts, since a copy, such as one on another device, has no mark.
         """
         use_split(self)  # current_split() is None after a Trainer's stage
-        entries = dict(_entries(batch))
+        entries = dict(batch_entries(batch))
         dims = self._choose_dims(entries)
         split_names = [name for name in dims if getattr(entries[name], _IS_PART, False)]
         if self._is_copy_of_last({name: entries[name] for name in dims}):
@@ -183,8 +184,12 @@ class SequenceSplit:
         own_count = torch.as_tensor(count, device=total.device).detach().to(wide_dtype).clone()
         count_of_all = self.ranks.all_reduce(own_count, "sum")
         if torch.is_grad_enabled():
-            self._is_weighted = True
+            self.note_weighted()
         return total * (self.size / count_of_all).to(total.dtype)
+
+    def note_weighted(self) -> None:
+        """Record that a loss was computed that knows how many tokens each rank has."""
+        self._is_weighted = True
 
     def check_loss(self) -> None:
         """Refuse a loss that is the mean over this rank's tokens if ranks have different numbers of them.
@@ -301,30 +306,12 @@ def shift_labels(labels: Tensor, dim: int = 1, ignored: int = IGNORED) -> Tensor
     return torch.cat([labels.narrow(dim, 1, labels.shape[dim] - 1), after], dim)
 
 
-def token_mean(total: Tensor, count: Tensor | float) -> Tensor:
-    """The mean of a loss over tokens, for ranks that have different numbers of them: ``total / count`` on one process.
-
-    With context parallelism, it is this rank's share of the mean over the batch: the average over context-parallel
-    ranks, as gradients and logged metrics are averaged, is that mean. All of them must call it.
-
-    Args:
-        total: The sum of the losses of this rank's tokens.
-        count: The number of these tokens, or the sum of their weights.
-
-    Example:
-        >>> losses, counted = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([True, True, False])
-        >>> token_mean((losses * counted).sum(), counted.sum())
-        tensor(1.5000)
-    """
-    return total / count if _current is None else _current.weight(total, count)
-
-
-def _entries(batch: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+def batch_entries(batch: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """The tensors of a batch, each with its name: keys, indices and fields, joined by dots."""
     if isinstance(batch, Tensor):
         yield name, batch
     for key, value in _items(batch):
-        yield from _entries(value, f"{name}.{key}" if name else key)
+        yield from batch_entries(value, f"{name}.{key}" if name else key)
 
 
 def _items(batch: Any) -> list[tuple[str, Any]]:

@@ -30,11 +30,13 @@ class SavedTensor:
         key: Its key in the manifest, such as ``model/wte.weight``.
         shape: Its shape.
         dtype: Its dtype.
+        digest: The digest of its values, if the checkpoint leaves it out: its base has it. ``None`` for any other.
     """
 
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    digest: str | None = None
     _boxes: StoredBoxes = field(repr=False)
 
     if not TYPE_CHECKING:  # type checkers see the declared attributes only

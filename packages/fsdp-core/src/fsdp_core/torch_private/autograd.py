@@ -21,10 +21,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 __all__ = [
     "as_tuple",
+    "call_around_backward",
     "call_before_passes",
     "check_inputs_of_backward",
     "check_missing_gradients",
     "depends_on_other",
+    "graph_nodes",
     "in_backward",
     "in_dual_level",
     "is_accumulated",
@@ -120,9 +122,9 @@ def depends_on_other(outputs: Any, tensor: Tensor, is_same: Callable[[Tensor], b
         >>> [depends_on_other(view.sum(), first, lambda leaf: False) for view in (second, again)]
         [False, True]
     """
-    nodes_of_tensor = set(_nodes_before([tensor])) if tensor.grad_fn is not None else set[Any]()
+    nodes_of_tensor = set(graph_nodes([tensor])) if tensor.grad_fn is not None else set[Any]()
     leaves_of_tensor = {id(node.variable) for node in nodes_of_tensor if hasattr(node, "variable")}
-    for node in _nodes_before(as_tuple(outputs)):
+    for node in graph_nodes(as_tuple(outputs)):
         if node in nodes_of_tensor:
             continue
         for next_node, _ in node.next_functions:
@@ -134,8 +136,13 @@ def depends_on_other(outputs: Any, tensor: Tensor, is_same: Callable[[Tensor], b
     return False
 
 
-def _nodes_before(outputs: Any) -> Iterator[Any]:
-    """The nodes of a graph that lead to outputs, each once."""
+def graph_nodes(outputs: Any, is_end: Callable[[Any], bool] = lambda node: False) -> Iterator[Any]:
+    """The nodes of a graph that lead to outputs, each once; those at which ``is_end`` is true, without what is before.
+
+    Args:
+        outputs: Tensors, or edges of the graph.
+        is_end: Whether a node's own inputs are left out.
+    """
     edges = [output for output in outputs if isinstance(output, GradientEdge)]
     edges += [get_gradient_edge(output) for output in outputs if isinstance(output, Tensor) and output.requires_grad]
     pending = list(dict.fromkeys(edge.node for edge in edges))
@@ -143,6 +150,8 @@ def _nodes_before(outputs: Any) -> Iterator[Any]:
     while pending:
         node: Any = pending.pop()
         yield node
+        if is_end(node):
+            continue
         next_nodes = [next_node for next_node, _ in node.next_functions if next_node is not None]
         unvisited = dict.fromkeys(next_node for next_node in next_nodes if next_node not in visited)
         visited.update(unvisited)
@@ -220,16 +229,40 @@ def check_inputs_of_backward(check: Callable[[Sequence[Tensor | GradientEdge], S
         inputs: Any = None,
     ) -> None:
         _call_before_passes(tensors)
+        is_outermost = not in_backward() and not torch.compiler.is_compiling()
+        if is_outermost:
+            for before, _ in _around_backward:
+                before(as_tuple(tensors))
         if inputs is not None:
             inputs = as_tuple(inputs)
             leaves = [leaf for leaf in inputs if isinstance(leaf, Tensor)]
             if leaves and not torch.compiler.is_compiling():
                 check(as_tuple(tensors), leaves)
         original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+        if is_outermost:
+            for _, after in _around_backward:
+                after()
 
     patched: Any = backward
     patched._fsdp_core_wraps = original
     torch.autograd.backward = patched
+
+
+_around_backward: list[tuple[Callable[[Sequence[Any]], None], Callable[[], None]]] = []
+
+
+def call_around_backward(before: Callable[[Sequence[Any]], None], after: Callable[[], None]) -> None:
+    """Call functions around each ``torch.autograd.backward`` that is not inside another pass, ``Tensor.backward`` too.
+
+    torch has no hook there: those on nodes know neither where a pass begins nor that it has ended.
+
+    Args:
+        before: Called with the outputs.
+        after: Called when the pass has ended, with gradients at their leaves.
+    """
+    if not hasattr(torch.autograd.backward, "_fsdp_core_wraps"):
+        check_inputs_of_backward(lambda outputs, inputs: None)
+    _around_backward.append((before, after))
 
 
 _before_passes = threading.local()
@@ -261,7 +294,7 @@ def reaches(outputs: Iterable[Tensor | GradientEdge], leaves: Iterable[Tensor]) 
         leaves: Leaves that require gradients.
     """
     nodes = {get_gradient_edge(leaf).node: id(leaf) for leaf in leaves}
-    reached = set(_nodes_before([*outputs]))
+    reached = set(graph_nodes([*outputs]))
     return {leaf for node, leaf in nodes.items() if node in reached}
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from fsdp_core import ShardingError
 from fsdp_core.sharding import marked, repeated_blocks, select_units
 
-__all__ = ["matches", "own_plan", "own_units"]
+__all__ = ["matches", "own_plan", "own_units", "plan_entries"]
 
 #: The styles that transformers' models name in their own plans.
 _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
@@ -47,7 +47,7 @@ def own_plan(root: nn.Module) -> dict[str, ParallelStyle]:
         ShardingError: None brings one, or one names a style that has no counterpart in torch.
     """
     styles_by_pattern: dict[str, ParallelStyle] = {}
-    for pattern, style, owner in _plan_entries(root, "_tp_plan"):
+    for pattern, style, owner in plan_entries(root, "_tp_plan"):
         if isinstance(style, str) and style not in _STYLES:
             raise ShardingError(
                 f"tp_plan='auto': {owner} wants the style {style!r} for {pattern!r}, which "
@@ -76,7 +76,7 @@ def own_units(root: nn.Module) -> list[nn.Module] | None:
         ShardingError: A plan names something unknown.
     """
     freed_patterns: list[str] = []
-    for pattern, request, owner in _plan_entries(root, "_fsdp_plan"):
+    for pattern, request, owner in plan_entries(root, "_fsdp_plan"):
         if request not in _FREED:
             raise ShardingError(
                 f"auto_wrap_policy='auto': the _fsdp_plan of {owner} has {request!r} for {pattern!r}, which is not "
@@ -94,7 +94,7 @@ def own_units(root: nn.Module) -> list[nn.Module] | None:
     return select_units(root, lambda module: module in units) if units else None
 
 
-def _plan_entries(root: nn.Module, attribute: str) -> list[tuple[str, object, str]]:
+def plan_entries(root: nn.Module, attribute: str) -> list[tuple[str, object, str]]:
     """The entries of submodules' plans: a pattern of FQNs in ``root``, what it asks for, and the submodule's class."""
     entries: list[tuple[str, object, str]] = []
     for prefix, module in root.named_modules():

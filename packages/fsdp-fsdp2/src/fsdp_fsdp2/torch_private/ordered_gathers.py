@@ -17,7 +17,7 @@ import torch
 from fsdp_fsdp2.torch_private.data_writes import count_data_writes
 from fsdp_fsdp2.torch_private.gathered_values import count_writes
 
-__all__ = ["begin_step", "let_gathers_wait", "order_gathers"]
+__all__ = ["begin_step", "let_gathers_wait", "order_gathers", "wait_for_copies"]
 
 _KNOWN_WRITES, _COPIED = "_fsdp_fsdp2_ordered_writes", "_fsdp_fsdp2_copy_event"
 
@@ -31,7 +31,7 @@ def order_gathers(groups: Iterable[Any]) -> None:
         if group.device.type != "cpu":
             group.unshard = partial(_unshard_after_writes, weakref.ref(group))
             if any(parameter.offload_to_cpu for parameter in group.fsdp_params):
-                group.post_forward = partial(_wait_for_copies, weakref.ref(group))
+                group.post_forward = partial(_end_forward, weakref.ref(group))
 
 
 def begin_step(groups: Iterable[Any]) -> None:
@@ -71,10 +71,16 @@ def _unshard_after_writes(group_ref: weakref.ref[Any], *args: Any, **kwargs: Any
     return work
 
 
-def _wait_for_copies(group_ref: weakref.ref[Any], *args: Any, **kwargs: Any) -> Any:
+def wait_for_copies(groups: Iterable[Any]) -> None:
+    """Let the host wait until shards in its memory are copied that units have gathered, as at the end of a pass."""
+    for group in groups:
+        copied = vars(group).pop(_COPIED, None)
+        if copied is not None:
+            copied.synchronize()
+
+
+def _end_forward(group_ref: weakref.ref[Any], *args: Any, **kwargs: Any) -> Any:
     """End a unit's call, whose computation is queued, and let the host wait until its shards are copied."""
     group: Any = group_ref()
-    copied = vars(group).pop(_COPIED, None)
-    if copied is not None:
-        copied.synchronize()
+    wait_for_copies([group])
     return type(group).post_forward(group, *args, **kwargs)

@@ -20,7 +20,7 @@ from fsdp_fsdp2.torch_private import frozen_shards
 from fsdp_fsdp2.torch_private.forward_passes import end_backward, resume_states, running_states
 from fsdp_fsdp2.torch_private.frozen_shards import update_requires_grad
 from fsdp_fsdp2.torch_private.gathered_values import ENTER_UNIT, follow_gathered
-from fsdp_fsdp2.torch_private.ordered_gathers import begin_step, order_gathers
+from fsdp_fsdp2.torch_private.ordered_gathers import begin_step, order_gathers, wait_for_copies
 from fsdp_fsdp2.torch_private.parameter_groups import (
     has_gradient,
     param_groups_in,
@@ -253,6 +253,7 @@ class UnusedParameters:
             self._is_ending = False
             for group, setting in zip(groups_to_keep, reshard_settings, strict=True):
                 group.reshard_after_backward = setting
+        wait_for_copies(self._groups)  # torch waits for gradients on the host, but a pass may have returned them
         if accumulates:
             self._agree()
         else:

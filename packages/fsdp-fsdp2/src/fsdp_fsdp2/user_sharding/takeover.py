@@ -20,6 +20,7 @@ __all__ = [
     "check_no_context_parallel",
     "check_not_run",
     "check_reduces",
+    "innermost_first",
     "is_divided",
     "is_sharded_by_user",
     "refuse_dtensors_outside_units",
@@ -40,15 +41,16 @@ def units_of_user(module: nn.Module) -> list[nn.Module]:
 
     Of modules that were sharded together, by a list, the first stands for all.
     """
-    sharded_parts = [part for part in _innermost_first(module, set()) if isinstance(part, FSDPModule)]
+    sharded_parts = [part for part in innermost_first(module, set()) if isinstance(part, FSDPModule)]
     return [unit for unit in first_units_of_calls(sharded_parts) if unit is not module]
 
 
-def _innermost_first(module: nn.Module, visited: set[nn.Module]) -> Iterator[nn.Module]:
+def innermost_first(module: nn.Module, visited: set[nn.Module]) -> Iterator[nn.Module]:
+    """A module and all in it, each after what is in it, without those that were visited before."""
     if module not in visited:
         visited.add(module)
         for child in module.children():
-            yield from _innermost_first(child, visited)
+            yield from innermost_first(child, visited)
         yield module
 
 

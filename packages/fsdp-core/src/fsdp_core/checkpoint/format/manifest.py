@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from fsdp_core.checkpoint.format.base_tensors import Base, BaseTensor
 from fsdp_core.checkpoint.format.chunks import StoredChunk
 from fsdp_core.checkpoint.format.json_text import check_text, integer, json_list, parse_text, string, strings
 from fsdp_core.checkpoint.format.pattern_reading import PatternedFiles, read_pattern
@@ -40,8 +41,8 @@ __all__ = [
 
 MANIFEST = "manifest.json"
 FORMAT = "fsdp-checkpoint"
-FORMAT_VERSION = 2
-"""The newest version. Version 1 has no patterns, and is written wherever none is needed."""
+FORMAT_VERSION = 3
+"""The newest version. Version 2 has patterns, and version 3 a base; each is written only where that is needed."""
 MAX_INTEGER = 2**53 - 1
 """The largest number in a manifest: the largest integer that every JSON reader represents exactly."""
 
@@ -135,6 +136,7 @@ class Manifest:
         aliases: Additional names of tied parameters, each with the key under which the tensor is stored.
         files: Every file by its relative name, except the manifest itself.
         places: Where the ranks of a scattered save have written; empty if all files were written beside the manifest.
+        base: The tensors that are left out; ``None`` if there are none.
     """
 
     save_id: str
@@ -149,6 +151,7 @@ class Manifest:
     aliases: Mapping[str, str]
     files: Mapping[str, FileEntry] = field(repr=False)
     places: tuple[PlaceOfRanks, ...] = field(default=(), repr=False)
+    base: Base | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not re.fullmatch("[0-9a-f]{12}", self.save_id) or self.world_size < 1:
@@ -167,8 +170,11 @@ class Manifest:
                 continue
             for chunk in tensor.chunks:
                 self._refuse_if_missing(chunk.file, f"tensor {key!r}")
+        for key in self.left_out:
+            if key in self.tensors:
+                raise ValueError(f"tensor {key!r} is in it, and is left out as well")
         for alias, key in self.aliases.items():
-            if key not in self.tensors:
+            if not self.has_tensor(key):
                 raise ValueError(f"alias {alias!r} refers to {key!r}, which is not among the tensors")
         for path, kind in self.kinds.items():
             if kind not in ("model", "optimizer"):
@@ -179,8 +185,19 @@ class Manifest:
             raise ValueError(f"{content} is in {name!r}, which is not among the files")
 
     @property
+    def left_out(self) -> Mapping[str, BaseTensor]:
+        """The tensors that are left out, by key."""
+        return {} if self.base is None else self.base.tensors
+
+    def has_tensor(self, key: str) -> bool:
+        """Whether a key is that of a tensor, which may be left out."""
+        return key in self.tensors or key in self.left_out
+
+    @property
     def format_version(self) -> int:
-        """The version in which the manifest is written: 2 if chunks are in a pattern, otherwise 1."""
+        """The version in which the manifest is written: 3 with a base, 2 if chunks are in a pattern, otherwise 1."""
+        if self.base is not None:
+            return 3
         return 2 if any(isinstance(tensor.chunks, PatternedChunks) for tensor in self.tensors.values()) else 1
 
     def to_json(self) -> str:
@@ -212,8 +229,14 @@ class Manifest:
         }
         files = {name: {"size": entry.size, "checksum": entry.checksum} for name, entry in self.files.items()}
         content = head | {"tensors": tensors, "aliases": dict(self.aliases), "files": files}
+        base = None if self.base is None else self.base.to_json()
+        if base is not None:
+            content["base"] = base
         lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
         lines += _block_lines("tensors", tensors, chunked=True) + _block_lines("aliases", dict(self.aliases))
+        if base is not None:
+            lines += [f' "base": {{"source": {json.dumps(base["source"])},']
+            lines += [*_block_lines("tensors", base["tensors"])[:-1], " }},"]
         lines += [*_block_lines("files", files), f' "checksum": "{content_checksum(content)}"']
         text = "\n".join(["{", *lines, "}"]) + "\n"
         try:
@@ -269,6 +292,7 @@ class Manifest:
                     PlaceOfRanks.from_json(place, integer(content["world_size"]))
                     for place in json_list(content.get("places", []))
                 ),
+                base=Base.from_json(content["base"]) if version >= 3 else None,
             )
         except KeyError as error:
             raise ValueError(f"it lacks {error}") from error

@@ -29,11 +29,12 @@ from fsdp_core.checkpoint.format.named_code import find_named_code
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
 from fsdp_core.state.chunks import ChunkedTensor, TensorSource
 from fsdp_core.state.dtypes import dtype_name
+from fsdp_core.state.left_out import LeftOut
 
 __all__ = ["Keys", "TensorLeaf", "decode", "encode"]
 
 Keys = tuple[str, ...]
-TensorLeaf = Tensor | ChunkedTensor | TensorSource
+TensorLeaf = Tensor | ChunkedTensor | TensorSource | LeftOut
 
 _FACTORIES: dict[str, Callable[[], Any]] = {
     "bool": bool, "dict": dict, "float": float, "int": int, "list": list, "set": set, "str": str, "tuple": tuple
@@ -89,7 +90,7 @@ class _Encoder:
             if type(value) is int and abs(value) > _MAX_INTEGER:
                 return self._refuse_long_integer(keys)
             return value
-        if isinstance(value, (Tensor, ChunkedTensor)):  # first, since most values of a state are tensors
+        if isinstance(value, (Tensor, ChunkedTensor, LeftOut)):  # first, since most values of a state are tensors
             return self._encode_tensor(value, keys)
         if isinstance(value, (Mapping, list, tuple, set, frozenset, argparse.Namespace)):
             if id(value) in self._open_containers:

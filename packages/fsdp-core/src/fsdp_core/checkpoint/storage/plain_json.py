@@ -36,7 +36,7 @@ def read_plain(files: StoredFiles) -> Any:
 
     def has_tensor(tag: str, name: str) -> bool:
         if tag == "$saved":
-            return manifest.aliases.get(name, name) in manifest.tensors
+            return manifest.has_tensor(manifest.aliases.get(name, name))
         return manifest.state_tensors is not None  # reading the tensor shows whether that file has it
 
     entry = manifest.files[manifest.state_file]

@@ -36,7 +36,8 @@ class TensorDifference:
         key: Its key, such as ``model/wte.weight``.
         shapes: The two shapes.
         dtypes: The names of the two dtypes.
-        count: The number of elements that differ; ``None`` if the shapes differ, so that elements can't be compared.
+        count: The number of elements that differ; ``None`` if the shapes differ, so that elements can't be compared, or
+            if a checkpoint leaves the tensor out, and its digest differs.
         first: The index of the first element that differs, in row-major order.
         values: The two values at that index.
         max_abs: The largest absolute difference of two elements; infinite if one is finite and the other is not.
@@ -85,7 +86,8 @@ def compare(
 ) -> Differences:
     """Compare two checkpoints: names, shapes, dtypes and values of all tensors, tied names, and the plain data.
 
-    Strategies and world sizes may differ: full tensors are compared, a few MiB at a time. What differs between runs
+    Strategies and world sizes may differ: full tensors are compared, a few MiB at a time. Of a tensor that one of them
+    leaves out (``save_frozen=False``) digests are compared, without tolerance. What differs between runs
     that compute the same does not count: ids of fits, the folder of a ``ModelCheckpoint``, the seconds of a ``Timer``.
     A NaN equals a NaN, and -0.0 equals 0.0. Dicts, lists and tuples in the plain data are compared by content. torch is
     imported only if the bytes of a tensor differ.
@@ -176,11 +178,29 @@ class _ComparedTensor:
         dtype_name: The name of its dtype.
         read: Returns the bytes of a box. It is called in row-major order; the last argument is the number of elements
             before the box.
+        digest: The digest of a tensor that the checkpoint leaves out, of which nothing can be read.
     """
 
     shape: tuple[int, ...]
     dtype_name: str
     read: Callable[[tuple[int, ...], tuple[int, ...], int], bytearray]
+    digest: str | None = None
+
+    def compute_digest(self) -> str:
+        """Return the digest, which imports torch unless the checkpoint has it."""
+        if self.digest is not None:
+            return self.digest
+        import torch
+
+        from fsdp_core.state.digests import box_sum, digest_text
+        from fsdp_core.state.dtypes import DTYPES
+
+        total, elements = 0, 0
+        for offsets, lengths in cut(self.shape, ITEM_BYTES[self.dtype_name], BLOCK_BYTES):
+            block = self.read(offsets, lengths, elements)
+            elements += math.prod(lengths)
+            total += int(box_sum(torch.frombuffer(block, dtype=DTYPES[self.dtype_name]).reshape(lengths), offsets))
+        return digest_text(total)
 
     @property
     def nbytes(self) -> int:
@@ -199,8 +219,17 @@ def _compared_tensors(files: StoredFiles, plain: Mapping[str, Any]) -> dict[str,
             read=lambda offsets, lengths, start: reader.read(key, offsets, lengths),
         )
 
+    def left_out_tensor(key: str) -> _ComparedTensor:
+        tensor = manifest.left_out[key]
+
+        def refuse(*_: object) -> bytearray:
+            raise AssertionError(f"{key!r} is left out of the checkpoint")
+
+        return _ComparedTensor(shape=tensor.shape, dtype_name=tensor.dtype_name, read=refuse, digest=tensor.digest)
+
     tensors = {key: stored_tensor(key) for key in manifest.tensors}
-    tensors |= {alias: stored_tensor(key) for alias, key in manifest.aliases.items()}
+    tensors |= {key: left_out_tensor(key) for key in manifest.left_out}
+    tensors |= {alias: tensors[key] for alias, key in manifest.aliases.items()}
     for path, node in plain.items():
         tensor = tensor_of(node)
         if tensor is not None and tensor[0] == "$tensor":
@@ -242,6 +271,8 @@ def _compare_tensors(
     difference = TensorDifference(key=key, shapes=(a.shape, b.shape), dtypes=(a.dtype_name, b.dtype_name))
     if a.shape != b.shape:
         return difference
+    if a.digest is not None or b.digest is not None:
+        return None if has_same_dtype and a.compute_digest() == b.compute_digest() else difference
     count = 0
     max_abs = 0.0
     first: tuple[int, ...] | None = None

@@ -52,6 +52,8 @@ def consolidate_safetensors(
     strip_prefix: str = "",
     dtype: str | None = None,
     copy_tied: bool = False,
+    base: StrPath | None = None,
+    trained_only: bool = False,
     overwrite: bool = False,
     verify: bool = True,
     on_progress: OnProgress | None = None,
@@ -72,6 +74,9 @@ def consolidate_safetensors(
             the model that a LightningModule holds as ``self.model``.
         dtype: Convert floating-point tensors to this dtype, such as ``"bfloat16"``.
         copy_tied: Whether to write a tied parameter under each of its names.
+        base: The folder or file of the base, for a checkpoint that was saved with ``save_frozen=False``: what it leaves
+            out is read from there, and compared with the digests that were saved. This imports torch.
+        trained_only: Whether to write what such a checkpoint holds, and nothing of its base.
         overwrite: Whether to replace a file at ``out``, once the new one is complete.
         verify: Whether to verify the checksums of the required files first.
         on_progress: Called with the progress.
@@ -81,14 +86,16 @@ def consolidate_safetensors(
 
     Raises:
         CheckpointFormatError: There is no readable checkpoint, or it is damaged.
-        CheckpointMismatchError: It holds no such model, or no name begins with the prefix.
+        CheckpointMismatchError: It holds no such model, or no name begins with the prefix; or it leaves tensors out,
+            and no base is named, or another one.
         CheckpointExistsError: ``out`` holds something that must not be replaced; nothing was written.
         CheckpointError: The file can't be written.
     """
     files = open_files(path)
     check_apart(out, files.folder)
     check_file(out, overwrite=overwrite)
-    weights = _Weights(files, key=key, strip_prefix=strip_prefix, dtype=dtype, copy_tied=copy_tied)
+    choice = _BaseChoice(path=base, is_left_out=trained_only)
+    weights = _Weights(files, key=key, strip_prefix=strip_prefix, dtype=dtype, copy_tied=copy_tied, base=choice)
     on_bytes = counter(weights.count_bytes(verify=verify), on_progress)
     weights.check_files(checksums=verify, on_bytes=on_bytes)
     with new_file(out) as stream:
@@ -105,6 +112,8 @@ def consolidate_huggingface(
     strip_prefix: str = "",
     dtype: str | None = None,
     copy_tied: bool = False,
+    base: StrPath | None = None,
+    trained_only: bool = False,
     max_shard_size: int = 5 * 10**9,
     config: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
@@ -123,6 +132,8 @@ def consolidate_huggingface(
         strip_prefix: As there.
         dtype: As there.
         copy_tied: As there.
+        base: As there.
+        trained_only: As there.
         max_shard_size: The maximum number of bytes of tensors in a file; a larger tensor gets a file of its own.
         config: A local ``config.json`` to copy into the folder.
         overwrite: Whether to replace such a folder, once the new one is complete.
@@ -134,7 +145,8 @@ def consolidate_huggingface(
 
     Raises:
         CheckpointFormatError: There is no readable checkpoint, or it is damaged.
-        CheckpointMismatchError: It holds no such model, or no name begins with the prefix.
+        CheckpointMismatchError: It holds no such model, or no name begins with the prefix; or it leaves tensors out,
+            and no base is named, or another one.
         CheckpointExistsError: ``out`` holds something that must not be replaced; nothing was written.
         CheckpointValueError: ``config`` is not a JSON file.
         CheckpointError: The folder can't be written.
@@ -144,7 +156,8 @@ def consolidate_huggingface(
     check_folder(out, overwrite=overwrite, own_files=OWN_FILES)
     if config is not None:
         _check_config(config)
-    weights = _Weights(files, key=key, strip_prefix=strip_prefix, dtype=dtype, copy_tied=copy_tied)
+    choice = _BaseChoice(path=base, is_left_out=trained_only)
+    weights = _Weights(files, key=key, strip_prefix=strip_prefix, dtype=dtype, copy_tied=copy_tied, base=choice)
     on_bytes = counter(weights.count_bytes(verify=verify), on_progress)
     shards = split_into_files({name: source.nbytes for name, source in weights.sources.items()}, max_shard_size)
     weights.check_files(checksums=verify, on_bytes=on_bytes)
@@ -164,11 +177,32 @@ def consolidate_huggingface(
     return weights.report(file_names)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _BaseChoice:
+    """What to do about tensors that a checkpoint leaves out: read them from a base, or leave them out, too."""
+
+    path: StrPath | None
+    is_left_out: bool
+
+    def __post_init__(self) -> None:
+        if self.path is not None and self.is_left_out:
+            raise CheckpointValueError(
+                "base= and trained_only=True can't be combined (--with-base, --trained-only): leave one of them out"
+            )
+
+
 class _Weights:
     """The tensors of one model, by their names in the output."""
 
     def __init__(
-        self, files: StoredFiles, *, key: str | None, strip_prefix: str, dtype: str | None, copy_tied: bool
+        self,
+        files: StoredFiles,
+        *,
+        key: str | None,
+        strip_prefix: str,
+        dtype: str | None,
+        copy_tied: bool,
+        base: _BaseChoice,
     ) -> None:
         check_dtype(dtype)
         self.files = files
@@ -176,6 +210,7 @@ class _Weights:
         self.aliases: dict[str, str] = {}
         self.left_out: dict[str, str] = {}
         self._keys: set[str] = set()
+        keys_in_base: dict[str, str] = {}  # by name in the output
         first_names: dict[str, str] = {}  # by the key of a stored tensor
         reader = TensorBytes(files)
         skipped_count = 0
@@ -195,13 +230,21 @@ class _Weights:
                     "is damaged. Restore it from a copy, or use an earlier checkpoint."
                 )
             stored_key = files.manifest.aliases.get(tensor[1], tensor[1])
+            if stored_key in files.manifest.left_out and base.is_left_out:
+                self.left_out[full_name] = "was not trained: the base has it"
+                continue
             if stored_key in first_names and not copy_tied:
                 self.aliases[name] = first_names[stored_key]
                 continue
             first_names.setdefault(stored_key, name)
+            if stored_key in files.manifest.left_out:
+                keys_in_base[name] = stored_key
+                continue
             self._keys.add(stored_key)
             is_floating = files.manifest.tensors[stored_key].dtype_name in FLOATING
             self.sources[name] = reader.source(stored_key, dtype_name=dtype if is_floating else None)
+        if keys_in_base:
+            self._read_from_base(keys_in_base, base.path, dtype)
         if not self.sources:
             left_out_names = list(self.left_out)
             more = f" and {len(left_out_names) - _MOST_SHOWN} more" if len(left_out_names) > _MOST_SHOWN else ""
@@ -211,6 +254,19 @@ class _Weights:
                 f"the model in {files.folder} has no tensor{prefix_text}; it has {listed or 'nothing'}.\n"
                 "Pass another prefix (--strip-prefix), or another model's path (--key)."
             )
+
+    def _read_from_base(self, keys: Mapping[str, str], base: StrPath | None, dtype: str | None) -> None:
+        """Add the tensors that the checkpoint leaves out, by their names in the output."""
+        from fsdp_core.checkpoint.tools.base_sources import bytes_in_base, sources_in_base
+
+        instead = (
+            "Name its folder or file as base= (--with-base BASE); or write what was trained alone, with "
+            "trained_only=True (--trained-only)."
+        )
+        boxes = sources_in_base(self.files, list(dict.fromkeys(keys.values())), base, instead=instead)
+        for name, key in keys.items():
+            saved_dtype = self.files.manifest.left_out[key].dtype_name
+            self.sources[name] = bytes_in_base(boxes[key], dtype if dtype and saved_dtype in FLOATING else saved_dtype)
 
     @property
     def nbytes(self) -> int:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from fsdp_core.checkpoint.format.base_tensors import Base
 from fsdp_core.checkpoint.format.manifest import Manifest
 from fsdp_core.checkpoint.format.state_paths import join_path, split_path
 from fsdp_core.checkpoint.storage.joined_folder import Paths
@@ -42,6 +43,7 @@ def describe(path: Paths) -> dict[str, Any]:
         "world_size": manifest.world_size,
         "versions": dict(manifest.versions),
         "places": [{"host": place.host, "path": place.path, "ranks": place.shown_ranks} for place in manifest.places],
+        "base": None if manifest.base is None else _base(manifest.base),
         "bytes": sum(entry.size for entry in manifest.files.values()),
         "parts": _parts(manifest),
         "tensors": {
@@ -56,6 +58,21 @@ def describe(path: Paths) -> dict[str, Any]:
         "aliases": dict(manifest.aliases),
         "plain": list(_plain_entries(read_plain(files), manifest.kinds)),
         "files": {name: {"bytes": entry.size, "checksum": entry.checksum} for name, entry in manifest.files.items()},
+    }
+
+
+def _base(base: Base) -> dict[str, Any]:
+    return {
+        "source": None if base.source is None else {"type": base.source.type, "name": base.source.name},
+        "tensors": {
+            key: {
+                "shape": list(tensor.shape),
+                "dtype": tensor.dtype_name,
+                "bytes": tensor.nbytes,
+                "digest": tensor.digest,
+            }
+            for key, tensor in base.tensors.items()
+        },
     }
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.sharding.sharded import sharded_of
+from fsdp_core.sharding.token_windows import current_window
 from fsdp_core.state.held_gradients import describe_gradients, gradients_of_rank
 
 __all__ = ["AccumulatedGradients"]
@@ -44,9 +45,14 @@ class AccumulatedGradients:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the gradients of all ranks. All ranks must call it."""
-        return describe_gradients(self._sharded.accumulated_gradients(), self._sharded.runtime) or {}
+        state = describe_gradients(self._sharded.accumulated_gradients(), self._sharded.runtime) or {}
+        tokens = current_window().common_state() if state else None
+        return state if tokens is None else {**state, "tokens": tokens}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the current gradients by saved ones."""
         if state:
             self._sharded.restore_gradients(gradients_of_rank(state, self._sharded.runtime), state["reduced"])
+            window = current_window()
+            optimizers = list(window.owners((), complete=False))
+            window.load_state(optimizers, [state.get("tokens")] * len(optimizers))

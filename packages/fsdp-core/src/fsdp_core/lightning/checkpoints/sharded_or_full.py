@@ -16,6 +16,7 @@ from torch import Tensor
 from fsdp_core import checkpoint as checkpoints
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.collective import run_on_all, total
+from fsdp_core.checkpoint.format.base_tensors import BaseSource
 from fsdp_core.checkpoint.storage.joined_folder import Paths
 from fsdp_core.checkpoint.storage.recognition import is_sharded
 from fsdp_core.errors import CheckpointError, FSDPError
@@ -126,6 +127,7 @@ def write_folder(
     async_saves: AsyncSaves | None,
     kinds: Mapping[str, str],
     aliases: Mapping[str, str],
+    base_source: BaseSource | None = None,
     deferred: Callable[[Tensor], Sequence[Tensor] | None] | None = None,
 ) -> None:
     """Write each rank's part of a sharded folder. All ranks must call it.
@@ -138,6 +140,7 @@ def write_folder(
         async_saves: Writes in the background; ``None`` to write now.
         kinds: By the path of a part of the state, what it is: ``"model"`` or ``"optimizer"``.
         aliases: By the path of a tied parameter's further name, the path of the name that it is saved under.
+        base_source: Where the base of what the state leaves out comes from.
         deferred: Which tensors are copied in the background as well; see :meth:`AsyncSaves.save`.
     """
     strategy.refuse_storage_options(storage_options)
@@ -155,6 +158,7 @@ def write_folder(
         kinds=kinds,
         aliases=aliases,
         scattered=target.scattered,
+        base_source=base_source,
     )
 
 

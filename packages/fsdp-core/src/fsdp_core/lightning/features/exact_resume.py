@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -13,10 +13,12 @@ from torch.optim import Optimizer
 from fsdp_core.lightning.checkpoints.attempts import Attempts
 from fsdp_core.lightning.features.feature import Feature
 from fsdp_core.lightning.loaders.trainer_loaders import TrainingLoaders
-from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.held_gradients import describe_gradients, gradients_of_rank
 from fsdp_core.state.random_state import random_state, set_random_state, state_of_rank
+
+if TYPE_CHECKING:
+    from fsdp_core.lightning.trainer_strategy import ShardedTrainerStrategy
 
 __all__ = ["EXACT_RESUME_KEY", "ExactResume"]
 
@@ -35,17 +37,19 @@ class ExactResume(Feature):
     right before the first batch, which was also what the saving run did next.
 
     Args:
-        runtime: The ranks.
+        strategy: The strategy.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(self, strategy: ShardedTrainerStrategy) -> None:
+        self._strategy = strategy
         self._loaders = TrainingLoaders()
         self._attempts = Attempts()
         #: This rank's random state in the checkpoint; ``None`` from the first batch on.
         self._saved_random_state: Mapping[str, Any] | None = None
         #: The accumulated gradients in the checkpoint; ``None`` once they are restored.
         self._saved_gradients: Mapping[str, Any] | None = None
+        #: How many tokens they are of, by optimizer.
+        self._saved_tokens: Sequence[Mapping[str, float] | None] = ()
         #: Whether the random state was set, and iterators that draw from it may have been created since.
         self._is_set_for_iterators = False
         #: The random state that these iterators have left; ``None`` if there were none.
@@ -65,26 +69,27 @@ class ExactResume(Feature):
         """
         own_state = self._state_before_validation
         if own_state is None:
-            own_state = random_state(self._runtime)
-        states_by_rank = self._runtime.gather_objects_to(own_state)
-        states = [own_state] if states_by_rank is None else self._runtime.by_data_parallel_rank(states_by_rank)
+            own_state = random_state(self._strategy.runtime)
+        states_by_rank = self._strategy.runtime.gather_objects_to(own_state)
+        states = [own_state] if states_by_rank is None else self._strategy.runtime.by_data_parallel_rank(states_by_rank)
         state: dict[str, Any] = {
             "ranks": [{"random": rank_state} for rank_state in states],
             "attempts": self._attempts.state(),
         }
         if self._optimizers_with_gradients:
-            gradients = describe_gradients(sharded.accumulated_gradients(), self._runtime)
+            gradients = describe_gradients(sharded.accumulated_gradients(), self._strategy.runtime)
             if gradients is not None:
                 state["gradients"] = gradients
+                state["tokens"] = self._strategy.token_means.state(self._strategy.optimizers)
         return state
 
     def add_positions(self, checkpoint: Mapping[str, Any], trainer: pl.Trainer) -> dict[str, Any]:
         """Lightning's checkpoint dict with the positions of all ranks' training loaders. All ranks must call it."""
-        return self._loaders.save(checkpoint, trainer, self._runtime)
+        return self._loaders.save(checkpoint, trainer, self._strategy.runtime)
 
     def place_own_positions(self, saved: dict[str, Any], trainer: pl.Trainer) -> dict[str, Any]:
         """A saved checkpoint dict with this rank's positions where Lightning looks for them."""
-        return self._loaders.load(saved, trainer, self._runtime)
+        return self._loaders.load(saved, trainer, self._strategy.runtime)
 
     def load_state(self, state: Mapping[str, Any] | None, trainer: pl.Trainer) -> None:
         """Store what :meth:`state` returned, to restore it later, once Lightning has restored its loops.
@@ -98,8 +103,9 @@ class ExactResume(Feature):
         self._saved_random_state = self._saved_gradients = None
         if state is not None:
             random_states = [rank_state["random"] for rank_state in state["ranks"]]
-            self._saved_random_state = state_of_rank(random_states, self._runtime)
+            self._saved_random_state = state_of_rank(random_states, self._strategy.runtime)
             self._saved_gradients = state.get("gradients")
+            self._saved_tokens = state.get("tokens", ())
 
     # -- accumulated gradients -------------------------------------------------------------------------------------
 
@@ -139,7 +145,8 @@ class ExactResume(Feature):
         gradients = self._saved_gradients
         self._saved_gradients = None
         if gradients is not None:
-            sharded.restore_gradients(gradients_of_rank(gradients, self._runtime), gradients["reduced"])
+            sharded.restore_gradients(gradients_of_rank(gradients, self._strategy.runtime), gradients["reduced"])
+            self._strategy.token_means.load_state(self._strategy.optimizers, self._saved_tokens)
             self.after_backward(trainer.optimizers)
         self._set_state_for_iterators()
         self._loaders.start(trainer)
@@ -163,7 +170,7 @@ class ExactResume(Feature):
         To be called whenever they may be created next; possibly several times before the first batch.
         """
         if self._saved_random_state is not None:
-            set_random_state(self._saved_random_state, self._runtime)
+            set_random_state(self._saved_random_state, self._strategy.runtime)
             self._is_set_for_iterators = True
 
     def _set_state_for_first_batch(self, trainer: pl.Trainer) -> None:
@@ -183,7 +190,7 @@ class ExactResume(Feature):
         next_state = self._saved_random_state
         if begins_epoch and self._state_after_iterators is not None:
             next_state = self._state_after_iterators  # the new epoch uses the iterators that have left it
-        set_random_state(next_state, self._runtime)
+        set_random_state(next_state, self._strategy.runtime)
         self._saved_random_state = self._state_after_iterators = None
 
     def _wrap_method(self, loop: Any, name: str, wrapper: Callable[[Callable[..., Any]], Any]) -> None:
@@ -199,7 +206,7 @@ class ExactResume(Feature):
     def _record_state_after_iterators(self) -> None:
         """Record the random state that iterators have left, if any were created since the state was set for them."""
         if self._saved_random_state is not None and self._is_set_for_iterators:
-            current = random_state(self._runtime)
+            current = random_state(self._strategy.runtime)
             has_drawn = not torch.equal(current["torch"], self._saved_random_state["torch"])
             if has_drawn:  # an iterator's seed
                 self._state_after_iterators = current
@@ -209,9 +216,9 @@ class ExactResume(Feature):
         """Run a validation, and set the random state to what it was before."""
         if self._state_before_validation is not None:  # one of the two wrapped methods calls the other
             return validate()
-        self._state_before_validation = random_state(self._runtime)
+        self._state_before_validation = random_state(self._strategy.runtime)
         try:
             return validate()
         finally:
-            set_random_state(self._state_before_validation, self._runtime)
+            set_random_state(self._state_before_validation, self._strategy.runtime)
             self._state_before_validation = None

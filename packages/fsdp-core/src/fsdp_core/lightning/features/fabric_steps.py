@@ -16,6 +16,7 @@ from fsdp_core.gradients.step_gradients import unguard_parameters
 from fsdp_core.lightning.features.finite_gradients import refuse_nonfinite
 from fsdp_core.lightning.features.gradient_guard import GradientGuard
 from fsdp_core.lightning.features.no_sync import NoSync
+from fsdp_core.lightning.features.token_means import TokenMeans
 from fsdp_core.lightning.outside_steps.error_notes import explain_shards, explain_uncaught_error
 from fsdp_core.lightning.outside_steps.first_forwards import FirstForwards
 from fsdp_core.lightning.outside_steps.forwarding import ShardedForward
@@ -43,6 +44,7 @@ class FabricSteps:
         gradient_guard: Refuses what users compute of pieces, between the library's own computations.
         step_counts: How many steps each optimizer has taken.
         no_sync: Lets backward passes leave gradients unreduced.
+        token_means: How many tokens gradients are of.
     """
 
     def __init__(self, strategy: ShardedFabricStrategy) -> None:
@@ -50,6 +52,7 @@ class FabricSteps:
         self.gradient_guard = GradientGuard(strategy)
         self.step_counts: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self.no_sync = NoSync(strategy)
+        self.token_means = TokenMeans(strategy)
         self._roots: list[ref[Sharded]] = []
         self._first_forwards: list[FirstForwards] = []
         self._in_backward = False
@@ -75,10 +78,14 @@ class FabricSteps:
         explain_uncaught(explain_uncaught_error)
         if not any(root is sharded for root in self.roots):
             self._roots.append(ref(sharded))
-            self._first_forwards.append(FirstForwards(sharded))
+            self._first_forwards.append(FirstForwards(sharded, self._note_base))
         call_before_passes(WeakMethod(self._before_pass))
         self.gradient_guard.add(sharded)
         return ShardedForward(sharded, lambda: self._in_backward)
+
+    def _note_base(self, sharded: Sharded) -> None:
+        with self.gradient_guard.while_off():
+            self._strategy.frozen_parameters.note(sharded)
 
     def run_backward(self, loss: Tensor, run: Callable[[], None]) -> None:
         """Run a backward pass.

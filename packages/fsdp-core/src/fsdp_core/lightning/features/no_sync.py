@@ -39,6 +39,11 @@ class NoSync(BackwardSyncControl):
         #: The roots that were in the context at the last backward pass.
         self._unreduced: WeakSet[Sharded] = WeakSet()
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether a root is in the context now."""
+        return bool(self._inside_context)
+
     @contextmanager
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
         if not enabled:

@@ -22,9 +22,10 @@ from fsdp_core.sharding.refusals.late_parameters import refuse_late
 from fsdp_core.sharding.sharded import Sharded
 
 if TYPE_CHECKING:
+    from fsdp_core.lightning.features.token_means import TokenMeans
     from fsdp_core.lightning.strategy import ShardedStrategy
 
-__all__ = ["ShardedOptimizers"]
+__all__ = ["ShardedOptimizers", "is_compared_step"]
 
 #: The parameters that optimizers held when they were last checked.
 _last_params: WeakKeyDictionary[Optimizer, list[ref[Tensor]]] = WeakKeyDictionary()
@@ -36,6 +37,11 @@ class _ComparedParams:
 
     root: ref[Sharded]
     params_by_name: Mapping[str, ref[Tensor]]
+
+
+def is_compared_step(step: int) -> bool:
+    """Whether ranks are compared before a step, which is counted from 1: the second, fourth, and each 1,024th are."""
+    return step & (step - 1) == 0 or step % 1024 == 0
 
 
 class ShardedOptimizers:
@@ -84,9 +90,7 @@ class ShardedOptimizers:
         runtime = self._strategy.runtime
         optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper around the user's
         step = self._step_counts[optimizer] = self._step_counts.get(optimizer, 0) + 1
-        is_power_of_two = step & (step - 1) == 0
-        is_compared = is_power_of_two or step % 1024 == 0
-        if not is_compared or runtime.world_size == 1 or runtime.is_rehearsed:
+        if not is_compared_step(step) or runtime.world_size == 1 or runtime.is_rehearsed:
             return
         when = f"before step {step} of {type(optimizer).__name__}"
         if step == 1 or runtime.mesh.tensor_parallel > 1:
@@ -128,6 +132,7 @@ class ShardedOptimizers:
 
     def _extend_zero_grad(self, optimizer: Optimizer, roots: Sequence[Sharded]) -> None:
         """Make ``zero_grad()`` also discard unreduced gradients, which are not stored at the shards."""
+        forget, forget_all = (_make_forgetter(self._strategy.token_means, owner) for owner in (optimizer, None))
         optimizer_params = {id(parameter) for parameter in _parameters_of(optimizer)}
         trained_names: list[tuple[ref[Sharded], Collection[str]]] = []
         for root in roots:
@@ -137,19 +142,39 @@ class ShardedOptimizers:
                     names.update(part.name for part in parts)
             trained_names.append((ref(root), names))
             all_names = [(ref(root), root.plan.parameters)]
-            on_zero_grad(root.module, partial(_discard_unreduced, all_names, self.unreduced))
-        on_zero_grad(optimizer, partial(_discard_unreduced, trained_names, self.unreduced))
+            on_zero_grad(root.module, partial(_discard_gradients, all_names, self.unreduced, forget_all))
+        on_zero_grad(optimizer, partial(_discard_gradients, trained_names, self.unreduced, forget))
 
 
-def _discard_unreduced(
-    names_by_root: Sequence[tuple[ref[Sharded], Collection[str]]], unreduced: WeakSet[Sharded]
+def _make_forgetter(token_means: TokenMeans, optimizer: Optimizer | None) -> Callable[[], None]:
+    """A function that lets token means forget the gradients of an optimizer, or of all; it keeps nothing alive."""
+    means_ref, optimizer_ref = ref(token_means), None if optimizer is None else ref(optimizer)
+
+    def forget() -> None:
+        live_means = means_ref()
+        if live_means is None:
+            return
+        if optimizer_ref is None:
+            live_means.forget_all()
+        elif (live_optimizer := optimizer_ref()) is not None:
+            live_means.forget(live_optimizer)
+
+    return forget
+
+
+def _discard_gradients(
+    names_by_root: Sequence[tuple[ref[Sharded], Collection[str]]],
+    unreduced: WeakSet[Sharded],
+    forget: Callable[[], None],
 ) -> None:
     """Discard unreduced gradients of roots, which are referred to weakly because their modules keep this call.
 
     Args:
         names_by_root: Roots, each with the names of the parameters whose gradients are discarded.
         unreduced: The roots that have unreduced gradients.
+        forget: Forgets how many tokens the gradients are of.
     """
+    forget()
     for root_ref, names in names_by_root:
         root = root_ref()
         if root is not None and root in unreduced:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fsdp_core.lightning.features.background_saves import BackgroundSaves
+from fsdp_core.lightning.features.base_of_frozen import BaseOfFrozen
 from fsdp_core.lightning.features.callbacks_over_shards import CallbacksOverShards
 from fsdp_core.lightning.features.even_batches import EvenBatches
 from fsdp_core.lightning.features.exact_resume import ExactResume
@@ -13,6 +14,7 @@ from fsdp_core.lightning.features.fit_checks import FitChecks
 from fsdp_core.lightning.features.late_param_groups import LateParamGroups
 from fsdp_core.lightning.features.metrics import MetricsOverData
 from fsdp_core.lightning.features.preemption import Preemption
+from fsdp_core.lightning.features.unequal_tokens import UnequalTokens
 
 if TYPE_CHECKING:
     from fsdp_core.lightning.trainer_strategy import ShardedTrainerStrategy
@@ -37,15 +39,17 @@ class StageFeatures:
     def __init__(self, strategy: ShardedTrainerStrategy) -> None:
         self.preemption = Preemption(strategy)
         self.saves = BackgroundSaves(strategy)
-        self.exact_resume = ExactResume(strategy.runtime)
+        self.exact_resume = ExactResume(strategy)
         self.late_param_groups = LateParamGroups()
         self.even_batches = EvenBatches(strategy)
+        self.unequal_tokens = UnequalTokens(strategy)
         self.in_order: tuple[Feature, ...] = (
             self.preemption,
             self.saves,
             FitChecks(strategy),
             MetricsOverData(strategy.runtime),
             CallbacksOverShards(strategy),
+            BaseOfFrozen(strategy),
             self.exact_resume,
             self.late_param_groups,
         )

@@ -314,6 +314,7 @@ class StepMethods:
             self.gradient_guard.off()
         allow_unreduced_reads()
         use_split(None)
+        self._strategy.token_means.end()
 
     def clean_up_module(self, module: pl.LightningModule) -> None:
         """Remove from a module what stages have put there, as :mod:`.callbacks_over_shards` does for callbacks."""

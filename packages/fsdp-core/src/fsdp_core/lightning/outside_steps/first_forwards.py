@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -27,10 +28,12 @@ class FirstForwards:
 
     Args:
         sharded: The root.
+        before_first: Called with the root before the first of these passes, which trains it.
     """
 
-    def __init__(self, sharded: Sharded) -> None:
+    def __init__(self, sharded: Sharded, before_first: Callable[[Sharded], None]) -> None:
         self._sharded = ref(sharded)
+        self._before_first = before_first
         has_parts = any(isinstance(p, DTensor) or sharded.is_shard(p) for p in sharded.layout())
         # Of ranks that have the full model, one may call it alone: they compare nothing.
         self._ranks = sharded.runtime if has_parts else None
@@ -48,6 +51,8 @@ class FirstForwards:
         """Begin a forward pass."""
         sharded = self._sharded()
         if sharded is not None and sharded.root not in gathered_modules:
+            if not self._has_begun:
+                self._before_first(sharded)
             self._stop_watching_writes()
             self._writes = sharded.watch_writes()
             self._has_begun = True

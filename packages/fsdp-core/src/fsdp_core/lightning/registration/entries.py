@@ -20,6 +20,7 @@ from fsdp_core.lightning.outside_steps.grad_norms import install_grad_norm
 from fsdp_core.lightning.registration.accelerators import enter_accelerator
 from fsdp_core.lightning.registration.deferred_names import fill_when_read
 from fsdp_core.lightning.registration.sharded_elsewhere import install_refusal
+from fsdp_core.lightning.registration.token_means_elsewhere import install_token_means
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.auto_info import AUTO
 from fsdp_core.plugins.discovery import forget_if_outdated
@@ -132,6 +133,7 @@ def enter(module: ModuleType) -> None:
     """
     install_opening(module)
     install_refusal(module)
+    install_token_means(module)
     install_grad_norm()
     location = _LOCATIONS[module.__name__]
     names = getattr(module, location.attribute)

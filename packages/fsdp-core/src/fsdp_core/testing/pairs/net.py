@@ -12,7 +12,7 @@ from fsdp_core.testing import oracle
 from fsdp_core.testing.oracle import FEATURES
 from fsdp_core.testing.pairs.dimensions import Configuration
 
-__all__ = ["CLIP", "MICRO_BATCHES", "PairsNet", "batches", "is_last", "loss_of", "new_net", "optimizers"]
+__all__ = ["CLIP", "MICRO_BATCHES", "Mixture", "PairsNet", "batches", "is_last", "loss_of", "new_net", "optimizers"]
 
 #: Micro-batches of a run. Neither 2 nor 3 divides them, so that the last step of an accumulation has fewer.
 MICRO_BATCHES = 5
@@ -21,8 +21,29 @@ MICRO_BATCHES = 5
 CLIP = {"norm": 0.05, "largest": 0.01, "value": 0.003}
 
 
+class Mixture(nn.Module):
+    """Experts, stacked in parameters of three dimensions, which a router chooses and weighs for each row."""
+
+    def __init__(self, experts: int = 4, width: int = 3) -> None:
+        super().__init__()
+        self.into = nn.Parameter(torch.randn(experts, FEATURES, width) / 2)
+        self.back = nn.Parameter(torch.randn(experts, width, FEATURES) / 2)
+
+    def forward(self, rows: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of what the chosen experts make of each row.
+
+        Args:
+            rows: Shape ``(n, FEATURES)``.
+            indices: The experts that are chosen, of shape ``(n, k)``.
+            weights: Shape ``(n, k)``.
+        """
+        hidden = torch.tanh(torch.einsum("nf,nkfw->nkw", rows, self.into[indices]))
+        results = torch.einsum("nkw,nkwf->nkf", hidden, self.back[indices])
+        return (results * weights[..., None]).sum(1).to(rows.dtype)
+
+
 class PairsNet(nn.Module):
-    """Blocks between two layers that may be tied, with parameters of 0, 1 and 2 dimensions, buffers, and odd sizes.
+    """Blocks between two layers that may be tied, experts, parameters of 0 to 3 dimensions, buffers, and odd sizes.
 
     Args:
         configuration: What is frozen, tied, or not used in some steps.
@@ -39,6 +60,7 @@ class PairsNet(nn.Module):
         self.side = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, FEATURES))
         self.temperature = nn.Parameter(torch.tensor(1.5))
         self.out = nn.Linear(FEATURES, FEATURES, bias=False)
+        self.mixture = Mixture()
         if configuration["tied"] == "yes":
             self.out.weight = self.inp.weight
         if configuration["trained"] == "not a layer":
@@ -54,13 +76,15 @@ class PairsNet(nn.Module):
         """Return the output for the micro-batch of this index."""
         if self.training:
             self.calls += 1
-        rows = self.table((x > 0).sum(-1))
+        positive = (x > 0).sum(-1)  # by which experts are chosen, so that no precision chooses others
+        rows = self.table(positive)
         x = self.inp(x)
         x = x * self.scale.to(x.dtype) + rows  # keeps activations in half precision under mixed precision
         for block in self.blocks:
             x = block(x)
         if not self.seldom or index % 2 == 0:
             x = x + self.side(x)
+        x = x + self.mixture(x, torch.stack([positive % 4, (positive + 1) % 4], -1), rows[:, :2].softmax(-1))
         output: Tensor = self.out(x * self.temperature)
         return output
 

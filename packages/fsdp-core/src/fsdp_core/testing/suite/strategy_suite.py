@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fsdp_core.testing.suite.checkpoints.async_saves import DeferredCopiesSuite
 from fsdp_core.testing.suite.checkpoints.fabric_checkpoints import FabricCheckpointsSuite
+from fsdp_core.testing.suite.checkpoints.frozen_parameters import FrozenParametersSuite
 from fsdp_core.testing.suite.checkpoints.late_param_groups import LateParamGroupsSuite
 from fsdp_core.testing.suite.checkpoints.resuming import ExactResumeSuite
 from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import CheckpointsSuite
@@ -23,6 +24,7 @@ from fsdp_core.testing.suite.numerics.pairs import PairsSuite
 from fsdp_core.testing.suite.numerics.parity import NumbersSuite
 from fsdp_core.testing.suite.numerics.precision import PrecisionSuite
 from fsdp_core.testing.suite.numerics.random_steps import RandomStepsSuite
+from fsdp_core.testing.suite.numerics.token_means import TokenMeansSuite
 from fsdp_core.testing.suite.numerics.unused_parameters import BranchesSuite
 from fsdp_core.testing.suite.refusals.bad_checkpoints import BadCheckpointsSuite
 from fsdp_core.testing.suite.refusals.bad_modules import BadModulesSuite
@@ -40,6 +42,7 @@ class StrategySuite(
     ListingSuite,
     ContractSuite,
     NumbersSuite,
+    TokenMeansSuite,
     ClippingSuite,
     PairsSuite,
     CapabilitiesSuite,
@@ -60,6 +63,7 @@ class StrategySuite(
     FabricCheckpointsSuite,
     ExactResumeSuite,
     LateParamGroupsSuite,
+    FrozenParametersSuite,
     DeferredCopiesSuite,
     LeftoversSuite,
     BadModulesSuite,

@@ -14,7 +14,7 @@ from fsdp_core.checkpoint.storage.local_or_remote_folder import StrPath
 from fsdp_core.checkpoint.storage.plain_json import read_plain
 from fsdp_core.checkpoint.storage.rereading import retries_if_replaced
 from fsdp_core.checkpoint.storage.stored_files import StoredFiles
-from fsdp_core.checkpoint.storage.tensor_bytes import TensorBytes, open_files
+from fsdp_core.checkpoint.storage.tensor_bytes import BytesSource, TensorBytes, open_files
 from fsdp_core.checkpoint.tools.consolidation import Consolidated
 from fsdp_core.checkpoint.tools.conversion import FLOATING, OnProgress, check_dtype, counter, refuse_damaged
 from fsdp_core.checkpoint.tools.torch_zip import ArrayToWrite, TensorToWrite, TorchZip
@@ -32,6 +32,7 @@ def consolidate_lightning(
     key: str | None = None,
     optimizer_keys: Sequence[str] = (),
     dtype: str | None = None,
+    base: StrPath | None = None,
     overwrite: bool = False,
     verify: bool = True,
     on_progress: OnProgress | None = None,
@@ -53,6 +54,7 @@ def consolidate_lightning(
         optimizer_keys: The paths of its optimizers there, in the order in which ``configure_optimizers`` returns them;
             optional if there is one optimizer and one model.
         dtype: Convert the model's floating-point tensors to this dtype; the optimizers' stay as they are.
+        base: The folder or file of the base, for a checkpoint that was saved with ``save_frozen=False``.
         overwrite: Whether to replace a file at ``out``, once the new one is complete.
         verify: Whether to verify the checksums of the files first.
         on_progress: Called as the work progresses.
@@ -62,7 +64,8 @@ def consolidate_lightning(
 
     Raises:
         CheckpointFormatError: There is no readable checkpoint, or it is damaged.
-        CheckpointMismatchError: It holds no such model or optimizers, or the choice is ambiguous.
+        CheckpointMismatchError: It holds no such model or optimizers, or the choice is ambiguous; or it leaves tensors
+            out, and no base is named, or another one.
         CheckpointExistsError: ``out`` exists and must not be replaced; nothing was written.
         CheckpointValueError: The dtype does not exist.
         CheckpointError: The file can't be written.
@@ -71,7 +74,7 @@ def consolidate_lightning(
     files = open_files(path)
     check_apart(out, files.folder)
     check_file(out, overwrite=overwrite)
-    nest = _with_tensor_sources(files, dtype)
+    nest = _with_tensor_sources(files, dtype, base)
     left_out: list[str] = []
     try:
         contents = as_trainers_file(nest)
@@ -191,10 +194,25 @@ def _lightning_version() -> str:
     return "2.0.0"
 
 
-def _with_tensor_sources(files: StoredFiles, dtype: str | None) -> dict[str, Any]:
+def _sources_in_base(files: StoredFiles, base: StrPath | None, dtype: str | None) -> dict[str, BytesSource]:
+    """The tensors that the checkpoint leaves out, by key."""
+    # imported here, since it takes memory: most checkpoints leave nothing out
+    from fsdp_core.checkpoint.tools.base_sources import bytes_in_base, sources_in_base
+
+    left_out = files.manifest.left_out
+    instead = "Name its folder or file as base= (--with-base BASE)."
+    sources = {}
+    for key, boxes in sources_in_base(files, list(left_out), base, instead=instead).items():
+        saved_dtype = left_out[key].dtype_name
+        sources[key] = bytes_in_base(boxes, dtype if dtype is not None and saved_dtype in FLOATING else saved_dtype)
+    return sources
+
+
+def _with_tensor_sources(files: StoredFiles, dtype: str | None, base: StrPath | None) -> dict[str, Any]:
     """The state, with each tensor replaced by its location in a file."""
     reader = TensorBytes(files)
     manifest = files.manifest
+    in_base = {} if not manifest.left_out else _sources_in_base(files, base, dtype)
     model_prefixes = tuple(f"{path}/" for path, kind in manifest.kinds.items() if kind == "model")
     # The names of tensors in plain data that no reference has used yet.
     unused_names = set() if manifest.state_tensors is None else set(files.header(manifest.state_tensors))
@@ -205,6 +223,8 @@ def _with_tensor_sources(files: StoredFiles, dtype: str | None) -> dict[str, Any
         if tag == "$saved" and key is not None and key in manifest.tensors:  # of a model or an optimizer
             is_converted = key.startswith(model_prefixes) and manifest.tensors[key].dtype_name in FLOATING
             return TensorToWrite(name=key, source=reader.source(key, dtype_name=dtype if is_converted else None))
+        if tag == "$saved" and key is not None and key in in_base:
+            return TensorToWrite(name=key, source=in_base[key])
         if tag == "$tensor" and isinstance(name, str) and name in unused_names:  # in plain data
             unused_names.discard(name)  # only once, or a small file could request any amount of memory
             return ArrayToWrite(name=f"${name}", source=reader.small_source(name))

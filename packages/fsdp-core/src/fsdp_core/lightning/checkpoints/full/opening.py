@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fsdp_core.checkpoint import SavedTensor, load, read_manifest
 from fsdp_core.checkpoint.format.state_paths import join_path
+from fsdp_core.checkpoint.left_out.stand_in import stand_in_for
 from fsdp_core.checkpoint.storage.local_or_remote_folder import StrPath
 from fsdp_core.checkpoint.storage.rereading import retries_if_replaced
 from fsdp_core.lightning.checkpoints.full.layout import as_trainers_file, number_parameters
@@ -33,7 +34,8 @@ def read_full_state(path: StrPath, map_location: MapLocation = None) -> dict[str
     Returns:
         What ``torch.load`` returns for a full file of the same run. From a Trainer: ``state_dict``,
         ``optimizer_states`` (numbered, as a plain optimizer loads them), ``loops``, ``hyper_parameters`` and so on.
-        From Fabric: the user's own keys. Names of a tied parameter share one tensor.
+        From Fabric: the user's own keys. Names of a tied parameter share one tensor. For a tensor that the checkpoint
+        leaves out there is one without values, which a module that was built from the base can load.
 
     Raises:
         CheckpointFormatError: There is no complete checkpoint that this version can read.
@@ -67,7 +69,10 @@ class _TensorReader:
             return tuple(self.read_nest(v) for v in value)
         if isinstance(value, SavedTensor):
             if value.key not in self._tensors:
-                self._tensors[value.key] = self._move_tensor(value.full())
+                is_in_base = value.digest is not None
+                self._tensors[value.key] = (
+                    stand_in_for(value, self._move_tensor) if is_in_base else self._move_tensor(value.full())
+                )
             return self._tensors[value.key]
         return self._move_tensor(value) if isinstance(value, Tensor) else value
 

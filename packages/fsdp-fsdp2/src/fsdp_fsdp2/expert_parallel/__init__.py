@@ -1,0 +1,1 @@
+"""Expert parallelism: experts that are divided among data-parallel ranks, and tokens that are sent to them."""
