@@ -19,7 +19,7 @@ from fsdp_core.testing.measuring.memory import Deep
 from fsdp_core.testing.training import new_fabric
 
 TURNS = 9
-BLOCKS, WIDTH = 8, 1024  # 64 MiB
+BLOCKS, WIDTH = 24, 1024  # 192 MiB
 
 
 def measure(strategy: str, world_size: int) -> dict[str, list[float]]:
@@ -41,7 +41,7 @@ def measure(strategy: str, world_size: int) -> dict[str, list[float]]:
     contenders: dict[str, Callable[[], Any]] = {
         "one collective": lambda: runtime.all_gather(share),
         "stream, 1GiB": stream,
-        "stream, 16MiB": lambda: stream(budget="16MiB"),
+        "stream, 8MiB": lambda: stream(budget="8MiB"),
         "stream, in bfloat16": lambda: stream(dtype="bfloat16"),
         "stream of nothing changed": lambda: stream(changed_since=sent),
         "full_state_dict": lambda: fsdp_core.full_state_dict(model),

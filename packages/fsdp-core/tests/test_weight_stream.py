@@ -94,8 +94,9 @@ def test_buckets_of_any_size_hold_the_same_values(max_run_bytes: int, replicas: 
 
 
 def test_budgets_cover_what_is_sent_and_received() -> None:
-    assert run_bytes_within(9 * 2**20, 4) == 2**20
-    assert run_bytes_within(1, 4) == 4096
+    assert run_bytes_within(9 * 2**20, 4, torch.device("cpu")) == 2**20
+    assert run_bytes_within(9 * 2**30, 4, torch.device("cuda")) == 2**30
+    assert run_bytes_within(1, 4, torch.device("cpu")) == 4096
 
 
 def tied_model() -> nn.Module:

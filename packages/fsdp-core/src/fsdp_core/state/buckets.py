@@ -20,6 +20,9 @@ __all__ = ["MIN_RUN_BYTES", "Bucket", "BucketedTensor", "exchange", "fill_from",
 
 #: What a rank sends in a bucket at least, whatever the budget: less would take longer to announce than to send.
 MIN_RUN_BYTES = 4096
+#: How much of a larger budget is used in host memory. Larger blocks are slower: glibc gives those of more than 32 MiB
+#: back to the system when they are freed, and gets the next ones page by page.
+_MAX_HOST_BYTES = 64 * 2**20
 #: Where a tensor may begin in a run of bytes, so that it can be viewed in any dtype.
 _ALIGNMENT = 16
 
@@ -69,12 +72,14 @@ class Bucket:
     run_bytes: int = 0
 
 
-def run_bytes_within(budget: int, world_size: int) -> int:
+def run_bytes_within(budget: int, world_size: int, device: torch.device) -> int:
     """How many bytes each rank may send at a time, so that gathering takes no more memory than ``budget``.
 
     The budget covers what the rank sends, what it receives from all ranks, and as much once more: gloo, and NCCL for
     lists of tensors, receive into memory of their own; later, it is for the tensor that the caller got last.
     """
+    if device.type == "cpu":
+        budget = min(budget, _MAX_HOST_BYTES)
     return max(MIN_RUN_BYTES, budget // (2 * world_size + 1) // _ALIGNMENT * _ALIGNMENT)
 
 

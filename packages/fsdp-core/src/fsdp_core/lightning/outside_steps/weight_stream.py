@@ -162,7 +162,8 @@ def stream_weights(
         stream = _open_stream(model, names)
         tensors, news = _agree(stream, (names, stored_dtype, budget_bytes), changed_since)
         world_size = stream.runtime.world_size
-        buckets = plan_buckets(tensors, world_size, run_bytes_within(budget_bytes, world_size))
+        max_run_bytes = run_bytes_within(budget_bytes, world_size, stream.runtime.device)
+        buckets = plan_buckets(tensors, world_size, max_run_bytes)
     _note_small_budget(tensors, budget_bytes, world_size)
     return _iterate(stream, tensors, buckets, changed_since or SentWeights(), news)
 
