@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from operator import add
 from typing import NamedTuple
@@ -47,7 +47,8 @@ class BucketedTensor(NamedTuple):
         return 0 in self.shape or all(list(rank_boxes) == [full_box] for _, rank_boxes in self.boxes_by_rank)
 
 
-class _Piece(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class _Piece:
     """Consecutive elements of a box, which one rank sends."""
 
     rank: int
@@ -102,7 +103,7 @@ def plan_buckets(tensors: Mapping[str, BucketedTensor], world_size: int, max_run
 
     def append(name: str, piece: _Piece) -> None:
         bucket = buckets[-1]
-        bucket.pieces[name].append(piece._replace(position=bytes_by_rank[piece.rank]))
+        bucket.pieces[name].append(replace(piece, position=bytes_by_rank[piece.rank]))
         bytes_by_rank[piece.rank] += _aligned(piece.length * tensors[name].dtype.itemsize)
         bucket.run_bytes = max(bucket.run_bytes, bytes_by_rank[piece.rank])
 
@@ -161,9 +162,9 @@ def _rounds(pieces: Sequence[_Piece], item_bytes: int, max_run_bytes: int) -> It
             while room > 0 and remaining[rank]:
                 piece = remaining[rank].pop(0)
                 length = min(room, piece.length)
-                round_pieces.append(piece._replace(length=length))
+                round_pieces.append(replace(piece, length=length))
                 if length < piece.length:
-                    rest = piece._replace(start=piece.start + length, length=piece.length - length)
+                    rest = replace(piece, start=piece.start + length, length=piece.length - length)
                     remaining[rank].insert(0, rest)
                 room -= _aligned(length * item_bytes) // item_bytes
             if not remaining[rank]:
