@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -115,6 +116,53 @@ def test_folders_are_those_of_transformers(
         read = sum(one.bytes_read for one in loaded)
         assert read <= 1.02 * size
         assert max(one.bytes_read for one in loaded) <= max(of_rank[name][2] for of_rank in got), "what Linux counts"
+
+
+def stream_and_compare(tmp: str, strategy: str, options: dict[str, Any], world_size: int, names: list[str]) -> Any:
+    """What differs on this rank between streams of each model and what transformers stores, by model."""
+    see_transformers()
+    different = {}
+    for name in names:
+        plan = {"tp_plan": plan_of(name)} if "tensor_parallel_size" in options else {}
+        fabric = new_fabric(strategy, world_size, {**options, **plan})
+        original: Any = new_model(name)
+        folder = Path(tmp) / name
+        if fabric.is_global_zero:
+            original.save_pretrained(folder)
+        model = fabric.setup(new_model(name))
+        fabric.barrier()
+        stored = load_file(folder / "model.safetensors")
+        streams = [dict(fsdp_core.stream_weights(model, names="hf", budget=budget)) for budget in ("1GiB", 30_000)]
+        halves = dict(fsdp_core.stream_weights(model, names="hf", dtype="bfloat16"))
+        different[name] = [
+            list(stored.keys() ^ streamed.keys()) or differences(streamed, stored) for streamed in streams
+        ]
+        different[name].append(differences(halves, {key: value.bfloat16() for key, value in stored.items()}))
+        different[name].append([] if list(streams[0]) == list(streams[1]) else ["their order"])
+    return different
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize(
+    ("strategy", "options", "world_size", "names"),
+    [
+        ("fsdp2", {"tensor_parallel_size": 2}, 4, ["llama", "mixtral"]),
+        ("fsdp2", {"data_parallel_replicate_size": 2, "data_parallel_size": 2}, 4, ["gpt2"]),
+        ("fsdp_native", {}, 2, ["gpt2", "mixtral"]),
+    ],
+    ids=["tensor", "replicas", "fsdp_native"],
+)
+def test_streams_are_what_transformers_stores(
+    transformers_ranks: RankPool,
+    tmp_path: Path,
+    strategy: str,
+    options: dict[str, Any],
+    world_size: int,
+    names: list[str],
+) -> None:
+    arguments = str(tmp_path), strategy, options, world_size, names
+    for different in transformers_ranks.run(world_size, stream_and_compare, *arguments, timeout=LIMIT):
+        assert different == {name: [[]] * 4 for name in names}
 
 
 class Lit(LightningModule):

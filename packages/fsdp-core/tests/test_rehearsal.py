@@ -27,7 +27,6 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader
 
 from fsdp_core.cli import fsdp, scripts
-from fsdp_core.cli.plan import parse_size
 from fsdp_core.cli.rehearse import rehearse
 from fsdp_core.errors import ShardingError
 from fsdp_core.rehearsal.auto_strategy import AutoStrategy
@@ -42,6 +41,7 @@ from fsdp_core.rehearsal.picture import curve_of
 from fsdp_core.rehearsal.planning import Outcome, ranked, rehearse_candidate
 from fsdp_core.rehearsal.script import CaughtFit, run_script
 from fsdp_core.rehearsal.traffic import UnitCalls, UnitTraffic, compare_traffic, expected_collectives
+from fsdp_core.sizes import parse_size
 from fsdp_core.testing.refusals import assert_says
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 """Sharded training by name: what strategies there are, and what every backend of them shares.
 
 Importing this package is cheap: each public name below is imported on first use, and only
-:class:`AccumulatedGradients`, :class:`Backend`, :class:`RandomState`, :class:`Runtime`, :class:`Sharded`,
-:func:`full_state_dict`, :func:`gather_sequence`, :func:`gathered`, :func:`load_state_dict`, :func:`sequence_positions`,
-:func:`shift_labels`, :func:`token_mean` and :func:`wrap` import torch.
+:class:`AccumulatedGradients`, :class:`Backend`, :class:`RandomState`, :class:`Runtime`, :class:`SentWeights`,
+:class:`Sharded`, :func:`full_state_dict`, :func:`gather_sequence`, :func:`gathered`, :func:`load_state_dict`,
+:func:`sequence_positions`, :func:`shift_labels`, :func:`stream_weights`, :func:`token_mean` and :func:`wrap` import
+torch.
 
 Example:
     >>> import fsdp_core
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from fsdp_core.lightning.checkpoints.begun_accumulation import AccumulatedGradients
     from fsdp_core.lightning.outside_steps.exporting import full_state_dict
     from fsdp_core.lightning.outside_steps.gathered import gathered
+    from fsdp_core.lightning.outside_steps.weight_stream import SentWeights, stream_weights
     from fsdp_core.plugins.capabilities import Capability
     from fsdp_core.plugins.contract import CONTRACT_VERSION
     from fsdp_core.plugins.hookspecs import hookimpl
@@ -80,6 +82,7 @@ __all__ = [
     "RandomState",
     "ReduceOp",
     "Runtime",
+    "SentWeights",
     "Sharded",
     "ShardingError",
     "StrategyInfo",
@@ -99,6 +102,7 @@ __all__ = [
     "sequence_positions",
     "shift_labels",
     "strategies",
+    "stream_weights",
     "token_mean",
     "wrap",
 ]
@@ -113,6 +117,7 @@ _HOMES = {
     "RandomState": "state.random_state",
     "ReduceOp": "runtime",
     "Runtime": "runtime",
+    "SentWeights": "lightning.outside_steps.weight_stream",
     "Sharded": "sharding.sharded",
     "StrategyInfo": "plugins.strategy_info",
     "describe": "plugins.registry",
@@ -125,6 +130,7 @@ _HOMES = {
     "sequence_positions": "sharding.sequence",
     "shift_labels": "sharding.sequence",
     "strategies": "plugins.registry",
+    "stream_weights": "lightning.outside_steps.weight_stream",
     "token_mean": "sharding.token_mean",
     "wrap": "initialization.wrap",
 }

@@ -540,9 +540,9 @@ class ProcessGroupRuntime(Runtime):
             from torch.distributed.nn.functional import all_gather
 
             return torch.stack(all_gather(tensor, group=group or dist.group.WORLD))
-        gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(gathered, tensor.detach(), group=group)
-        return torch.stack(gathered)
+        gathered = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
+        dist.all_gather(list(gathered.unbind(0)), tensor.detach(), group=group)
+        return gathered
 
     def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         if self._is_alone:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -12,43 +11,24 @@ import click
 from fsdp_core.cli.output import format_count, format_size, print_json, print_table
 from fsdp_core.cli.scripts import script_command, script_output_on_stderr
 from fsdp_core.device_names import REHEARSED
+from fsdp_core.sizes import parse_size
 
 if TYPE_CHECKING:
     from fsdp_core.rehearsal.fabric_loop import CaughtLoop
     from fsdp_core.rehearsal.planning import Outcome
     from fsdp_core.rehearsal.script import CaughtFit
 
-__all__ = ["parse_size", "plan"]
+__all__ = ["plan"]
 
 #: The exit status where no strategy fits: other than that of an error, so that a job of CI can tell them apart.
 _NOTHING_FITS = 3
 
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kMGT])(i?))?B?\s*", re.IGNORECASE)
-
-
-def parse_size(text: str) -> int:
-    """The bytes that a size means.
-
-    Args:
-        text: Such as ``"80GiB"`` (of 1,024³ bytes), or ``"80GB"`` or ``"80G"`` (of 1,000³).
-
-    Raises:
-        click.BadParameter: It is no size.
-
-    Example:
-        >>> parse_size("80GiB"), parse_size("24 GB"), parse_size("512M")
-        (85899345920, 24000000000, 512000000)
-    """
-    match = _SIZE.fullmatch(text)
-    if match is None:
-        raise click.BadParameter(f"{text!r} is no size. Write such as 80GiB, or 24GB.")
-    number, unit, binary = match.groups()
-    power = 0 if unit is None else "kmgt".index(unit.lower()) + 1
-    return int(float(number) * (1024 if binary else 1000) ** power)
-
 
 def _read_size(ctx: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
-    return None if text is None else parse_size(text)
+    try:
+        return None if text is None else parse_size(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
 
 
 @script_command(

@@ -21,7 +21,7 @@ from fsdp_core.state.chunks import ChunkedTensor, chunked
 from fsdp_core.state.fqn import aliases, clean_name, unwrap_compiled
 from fsdp_core.state.full_tensor import check_not_gathered, running_forwards
 
-__all__ = ["HeldModel", "find_model", "is_adapted"]
+__all__ = ["HeldModel", "find_model", "find_part", "is_adapted", "is_model"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,21 +60,21 @@ class HeldModel:
             UnsupportedCapabilityError: There is state that is not a tensor.
         """
         state = {}
-        for name, value in self._root_state().items():
-            if not name.startswith(self.prefix):
-                continue
+        for name, value in self.values().items():
             if not isinstance(value, StateTensor):
                 raise UnsupportedCapabilityError(
                     f"{name!r} is not a tensor but extra state of a module ({type(value).__name__}), for which a "
                     "folder of Hugging Face's has no place.\nSave a checkpoint, which holds it."
                 )
-            state[name.removeprefix(self.prefix)] = chunked(value, rank=self.runtime.rank)
+            state[name] = chunked(value, rank=self.runtime.rank)
         return state
 
-    def _root_state(self) -> Mapping[str, Any]:
-        if self.sharded is not None:
-            return self.sharded.model_state()
-        return {clean_name(name): value for name, value in self.module.state_dict().items()}
+    def values(self) -> dict[str, Any]:
+        """Return what this rank holds of the model's state by name: tensors in any form, and extra state."""
+        if self.sharded is None:
+            return {clean_name(name): value for name, value in self.module.state_dict().items()}
+        root_state = self.sharded.model_state().items()
+        return {name.removeprefix(self.prefix): value for name, value in root_state if name.startswith(self.prefix)}
 
     def first_names(self) -> dict[str, str]:
         """Return the first name of each tied parameter, by each of its other names in the model."""
@@ -118,8 +118,8 @@ def find_model(module: nn.Module, action: str) -> HeldModel:
     inner = getattr(module, "module", None)
     if sharded_around(module) is None and isinstance(inner, nn.Module):  # Fabric's wrapper, or DDP's
         return find_model(inner, action)
-    if not _is_model(module):
-        model_names = [name for name, child in module.named_children() if _is_model(child)]
+    if not is_model(module):
+        model_names = [name for name, child in module.named_children() if is_model(child)]
         if len(model_names) > 1:
             alternatives = " or ".join(f"module.{name}" for name in model_names)
             raise ShardingError(
@@ -128,6 +128,19 @@ def find_model(module: nn.Module, action: str) -> HeldModel:
             )
         if model_names:
             return find_model(getattr(module, model_names[0]), action)
+    return find_part(module, action)
+
+
+def find_part(module: nn.Module, action: str) -> HeldModel:
+    """Find a module in the sharded root that it is in, or is, if there is one.
+
+    Args:
+        module: Any module.
+        action: What is done, for errors.
+
+    Raises:
+        ShardingError: Its parameters are gathered at the moment; or another rank does not do the same.
+    """
     root_and_prefix = sharded_around(module)
     if root_and_prefix is None:
         return HeldModel(module=module, sharded=None, prefix="", runtime=_default_runtime())
@@ -163,7 +176,8 @@ def _without_library_classes(model: nn.Module) -> Iterator[None]:
             module.__class__ = cls
 
 
-def _is_model(module: nn.Module) -> bool:
+def is_model(module: nn.Module) -> bool:
+    """Whether a module is a model as those of transformers: with a configuration, and a method that writes it."""
     return all(hasattr(module, name) for name in ("config", "save_pretrained"))
 
 

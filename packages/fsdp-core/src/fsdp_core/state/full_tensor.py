@@ -18,7 +18,7 @@ from fsdp_core.state.coverage import Box, find_fault
 from fsdp_core.state.saved_tensor import SavedTensor
 from fsdp_core.torch_private.dtensors import StridedShard
 
-__all__ = ["check_not_gathered", "gather_each", "gather_full", "gathered_modules", "running_forwards"]
+__all__ = ["check_covered", "check_not_gathered", "gather_each", "gather_full", "gathered_modules", "running_forwards"]
 
 #: Modules whose parameters :func:`fsdp_core.gathered` has temporarily replaced with full ones, and their roots.
 gathered_modules: WeakSet[nn.Module] = WeakSet()
@@ -84,7 +84,7 @@ def gather_each(values: Mapping[Any, Any], runtime: Runtime) -> Iterator[tuple[A
             yield name, value.full()
         elif isinstance(value, ChunkedTensor):
             replicas_and_boxes = [boxes_by_name[name] for boxes_by_name in boxes_by_rank]
-            _check_covered(value.shape, [boxes for replica, boxes in replicas_and_boxes if replica == 0], name)
+            check_covered(value.shape, [boxes for replica, boxes in replicas_and_boxes if replica == 0], name)
             yield name, _gather_chunks(value, [boxes for _, boxes in replicas_and_boxes], runtime)
         elif isinstance(value, Tensor):
             yield name, (value.full_tensor() if isinstance(value, DTensor) else value).detach()
@@ -124,8 +124,17 @@ def _gather_chunks(value: ChunkedTensor, boxes_by_rank: Sequence[Sequence[Box]],
     return result
 
 
-def _check_covered(shape: tuple[int, ...], boxes_by_rank: Sequence[Sequence[Box]], name: Any) -> None:
-    """Refuse a tensor that copy 0 does not cover exactly once: a hole would keep whatever was in memory."""
+def check_covered(shape: tuple[int, ...], boxes_by_rank: Sequence[Sequence[Box]], name: Any) -> None:
+    """Refuse a tensor that copy 0 does not cover exactly once: a hole would keep whatever was in memory.
+
+    Args:
+        shape: The shape of the tensor.
+        boxes_by_rank: The boxes of copy 0, by rank.
+        name: The name of the tensor.
+
+    Raises:
+        ShardingError: Boxes leave a hole or overlap.
+    """
     fault = find_fault(shape, [box for boxes in boxes_by_rank for box in boxes if prod(box[1])])
     if fault is not None:
         raise ShardingError(

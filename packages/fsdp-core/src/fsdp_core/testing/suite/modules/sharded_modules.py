@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from fsdp_core.errors import CheckpointMismatchError, ShardingError, UnsupportedCapabilityError
 from fsdp_core.lightning.outside_steps.exporting import full_state_dict
+from fsdp_core.lightning.outside_steps.weight_stream import SentWeights, stream_weights
 from fsdp_core.state.full_tensor import gather_full
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.loop import Loop
@@ -150,6 +151,52 @@ def _read_as_whole(strategy: str, tmp: str) -> tuple[str, int]:
         assert under_fabric["inp.weight"] is under_fabric["out.weight"]
         oracle.new_net().load_state_dict(under_fabric)
     return module.message, sum(map(len, [*module.read.values(), under_fabric]))
+
+
+class Streaming(Lit):
+    """Iterates over its full weights after each batch, also amid an accumulation, and compares them.
+
+    Args:
+        streams: Whether it does.
+    """
+
+    def __init__(self, streams: bool) -> None:
+        super().__init__()
+        self.streams = streams
+        self.sent = SentWeights()
+        self.message = ""
+        self.wrong: list[str] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        self.message = refusal(ShardingError, lambda: stream_weights(self))
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not self.streams:
+            return
+        streamed = dict(stream_weights(self, budget="1KiB"))
+        want = full_state_dict(self)  # empty on ranks other than 0
+        differing = [name for name, value in want.items() if not torch.equal(streamed[name].cpu(), value)]
+        if differing or (want and streamed.keys() != want.keys()):
+            self.wrong.append(f"batch {batch_idx}: {differing} of {list(streamed)} are not those of full_state_dict()")
+        sent_names = {name for name, _ in stream_weights(self.net, changed_since=self.sent)}
+        if bool(sent_names) != (batch_idx != 2):  # the first of an accumulation: no step since the last
+            self.wrong.append(f"batch {batch_idx}: {sent_names} were sent as changed")
+
+
+def _stream(strategy: str, tmp: str) -> tuple[str, list[str]]:
+    """The error inside a step, and what was wrong outside of it."""
+    trained = []
+    for streams in (True, False):
+        module = Streaming(streams)
+        run = new_trainer(tmp, strategy, 2, accumulate_grad_batches=2, max_steps=2)
+        run.fit(module, loader(4, 2))
+        trained.append((module, full_state(run.strategy)))
+    (module, state), (_, state_without) = trained
+    differing = [name for name, value in state.items() if not torch.equal(value, state_without[name])]
+    if differing:
+        module.wrong.append(f"{differing} were trained otherwise than without stream_weights()")
+    return module.message, module.wrong
 
 
 # -- adding ------------------------------------------------------------------------------------------------------------
@@ -564,6 +611,12 @@ class ShardedModulesSuite(Clauses):
         for rank, (message, tensors) in enumerate(results):
             assert_says(message, "full_state_dict() was called inside a step", "on_train_batch_end()")
             assert bool(tensors) == (rank == 0), f"rank {rank} got {tensors} tensors"
+
+    def test_stream_weights(self, ranks: Ranks, tmp_path: Path) -> None:
+        """``stream_weights()`` must yield what ``full_state_dict()`` returns, and not change training."""
+        for message, wrong in each_ranks(ranks, ranks.run(2, _stream, self.strategy, str(tmp_path))):
+            assert_says(message, "stream_weights() was called inside a step", "on_train_batch_end()")
+            assert wrong == []
 
     def test_late_parameters_are_refused_under_trainer(self, ranks: Ranks, tmp_path: Path) -> None:
         """Parameters added after sharding must be refused: each rank would train its own."""
