@@ -245,9 +245,9 @@ def item_of_one(folder: Path) -> None:
                 "hang_timeout=timedelta(",
             ],
         ),
-        (uneven, ["rank 1 has ended, while rank 0 ends a step", "DistributedSampler"]),
+        (uneven, ["rank 1 has ended, while rank 0 exchanges values", "DistributedSampler"]),
         (ended_rank, ["rank 1 has ended, while rank 0 exchanges values (barrier", "test_rank_failures.py line"]),
-        (item_of_one, ["ranks do different things", "rank 0 waits for a value", "rank 1 ends a step"]),
+        (item_of_one, ["ranks do different things", "rank 0 waits for a value", "rank 1 exchanges values"]),
         (barrier_amid_building, ["while it builds its model", "before or after init_module()"]),
     ],
 )
