@@ -20,7 +20,7 @@ from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.launching.rank_context import rank_context
 from fsdp_core.testing.state import copied_state, full_state
-from fsdp_core.testing.suite.base_class import Clauses
+from fsdp_core.testing.suite.base_class import Clauses, requires
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer, whole_batches
 
 __all__ = ["FrozenParametersOfAdaptersSuite"]
@@ -56,10 +56,8 @@ class _Renamed(Lit):
 
 def _trainer_saves(strategy: str, tmp: str) -> dict[str, list[str]]:
     """Save in each way, and return the warnings."""
-    own = Path(tmp, f"rank{rank_context().rank}", "it")
     said = {
         "background": saved_by(strategy, tmp, Lit("momentum"), AtEnd(f"{tmp}/background"), async_save=True),
-        "scattered": saved_by(strategy, tmp, Lit("momentum"), AtEnd(own), scattered_save=True),
         "weights": saved_by(strategy, tmp, Lit("momentum"), AtEnd(f"{tmp}/weights", weights_only=True)),
         "hook": saved_by(strategy, tmp, _Renamed("momentum"), AtEnd(f"{tmp}/hook")),
         "buffers": saved_by(
@@ -70,6 +68,11 @@ def _trainer_saves(strategy: str, tmp: str) -> dict[str, list[str]]:
     nothing.net.frozen.requires_grad_(True)
     said["nothing"] = saved_by(strategy, tmp, nothing, AtEnd(f"{tmp}/nothing"))
     return said
+
+
+def _scattered_save(strategy: str, tmp: str) -> list[str]:
+    own = Path(tmp, f"rank{rank_context().rank}", "it")
+    return saved_by(strategy, tmp, Lit("momentum"), AtEnd(own), scattered_save=True)
 
 
 def _averaged(strategy: str, tmp: str) -> None:
@@ -138,20 +141,30 @@ def _fabric(strategy: str, tmp: str) -> dict[str, Any]:
     }
 
 
+def _assert_left_out(folder: Path) -> None:
+    manifest = read_manifest(folder)
+    assert set(manifest.left_out) == FROZEN, folder.name
+    assert not FROZEN & set(manifest.tensors)
+
+
 class FrozenParametersOfAdaptersSuite(Clauses):
     """Every save leaves out what has the values of the base, and nothing else."""
 
+    @requires("scattered_save")
+    def test_scattered_save_without_the_base(self, ranks: Ranks, tmp_path: Path) -> None:
+        """Each rank writes its part of what is not left out, and the parts make a checkpoint."""
+        assert ranks.run(2, _scattered_save, self.strategy, str(tmp_path)) == [[], []]
+        gather([tmp_path / "rank0/it", tmp_path / "rank1/it"], tmp_path / "scattered")
+        _assert_left_out(tmp_path / "scattered")
+
     def test_saves_of_a_trainer_without_the_base(self, ranks: Ranks, tmp_path: Path) -> None:
-        """In the background, scattered, of weights alone, after hooks; buffers if asked; nothing without a word."""
+        """In the background, of weights alone, after hooks; buffers if asked; nothing without a word."""
         for said in ranks.run(2, _trainer_saves, self.strategy, str(tmp_path)):
             told = said.pop("nothing")
             assert not any(said.values()), said
         assert not told or "nothing of it is frozen" in told[0]  # told by the first rank
-        gather([tmp_path / "rank0/it", tmp_path / "rank1/it"], tmp_path / "scattered")
-        for name in ("background", "scattered", "weights"):
-            manifest = read_manifest(tmp_path / name)
-            assert set(manifest.left_out) == FROZEN, name
-            assert not FROZEN & set(manifest.tensors)
+        for name in ("background", "weights"):
+            _assert_left_out(tmp_path / name)
         assert set(read_manifest(tmp_path / "hook").left_out) == {"model/net.frozen.weight"}
         assert set(read_manifest(tmp_path / "buffers").left_out) == {"model/net.scale"}
         assert read_manifest(tmp_path / "nothing").base is None
