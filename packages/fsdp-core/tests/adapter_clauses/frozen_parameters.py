@@ -56,7 +56,7 @@ class _Renamed(Lit):
 
 def _trainer_saves(strategy: str, tmp: str) -> dict[str, list[str]]:
     """Save in each way, and return the warnings."""
-    said = {
+    warnings_by_way = {
         "background": saved_by(strategy, tmp, Lit("momentum"), AtEnd(f"{tmp}/background"), async_save=True),
         "weights": saved_by(strategy, tmp, Lit("momentum"), AtEnd(f"{tmp}/weights", weights_only=True)),
         "hook": saved_by(strategy, tmp, _Renamed("momentum"), AtEnd(f"{tmp}/hook")),
@@ -66,8 +66,8 @@ def _trainer_saves(strategy: str, tmp: str) -> dict[str, list[str]]:
     }
     nothing = Lit("momentum")
     nothing.net.frozen.requires_grad_(True)
-    said["nothing"] = saved_by(strategy, tmp, nothing, AtEnd(f"{tmp}/nothing"))
-    return said
+    warnings_by_way["nothing"] = saved_by(strategy, tmp, nothing, AtEnd(f"{tmp}/nothing"))
+    return warnings_by_way
 
 
 def _scattered_save(strategy: str, tmp: str) -> list[str]:
@@ -159,9 +159,9 @@ class FrozenParametersOfAdaptersSuite(Clauses):
 
     def test_saves_of_a_trainer_without_the_base(self, ranks: Ranks, tmp_path: Path) -> None:
         """In the background, of weights alone, after hooks; buffers if asked; nothing without a word."""
-        for said in ranks.run(2, _trainer_saves, self.strategy, str(tmp_path)):
-            assert [way for way, warned in said.items() if warned and way != "nothing"] == []
-            assert all("nothing of it is frozen" in warning for warning in said["nothing"])  # of the first rank
+        for warnings_by_way in ranks.run(2, _trainer_saves, self.strategy, str(tmp_path)):
+            assert [way for way, warned in warnings_by_way.items() if warned and way != "nothing"] == []
+            assert all("nothing of it is frozen" in warning for warning in warnings_by_way["nothing"])
         for name in ("background", "weights"):
             _assert_left_out(tmp_path / name)
         assert set(read_manifest(tmp_path / "hook").left_out) == {"model/net.frozen.weight"}

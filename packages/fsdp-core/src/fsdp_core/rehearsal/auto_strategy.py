@@ -187,8 +187,8 @@ def _choose(strategy: AutoStrategy, trainer: pl.Trainer, module: Any, loaders: A
         except ShardingError as error:
             return f"nothing can be chosen: {error}"
         except Exception as error:
-            what = f"{type(error).__name__}: {first_line(error)}{line_of_error(error)}"
-            return f"the fit could not be rehearsed, so that nothing can be chosen: {what}.\n{what_to_do_instead()}"
+            failure = f"{type(error).__name__}: {first_line(error)}{line_of_error(error)}"
+            return f"the fit could not be rehearsed, so that nothing can be chosen: {failure}.\n{what_to_do_instead()}"
 
     try:
         answer = call_in_fork(plan)
